@@ -1,0 +1,13 @@
+"""mega_moe: Mixture-of-Experts layers, from plain torch up a ladder of ever more fused Triton kernels.
+
+`moe` is the layer as a function, `MoE` as a module; `stage=` chooses the rung of `LADDER` that computes it.
+"""
+
+from .api import moe
+#from .capture import capture_layer
+from .module import MoE
+from .registry import LADDER
+from .shapes import Problem
+
+__all__ = ["LADDER", "MoE", "Problem", "moe"]
+__version__ = "0.1.0"

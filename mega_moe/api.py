@@ -1,0 +1,94 @@
+"""moe(): check what can be checked without reading a value, then call the chosen stage."""
+
+import torch
+from torch import Tensor
+
+from . import autograd
+from .registry import DEFAULT
+
+INDEX_DTYPES = (torch.int32, torch.int64)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+MOST_ROWS = 2**31 - 2**16  # rows are counted in int32, and a block may look past the last one
+
+
+def moe(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    *,
+    stage: str = DEFAULT,
+    swiglu_limit: float | None = None,
+    check_ids: bool = False,
+) -> Tensor:
+    """A Mixture-of-Experts layer after its router: y_t = sum_k weight_k * down(swiglu(gate_up(x_t))) over K experts.
+
+    Args:
+        x: (T, H) tokens; fp32, bf16 or fp16 (float64 with stage="reference").
+        topk_ids: (T, K) int32 or int64, each token's experts; -1 masks a route, the same expert twice counts twice.
+        topk_weights: (T, K) router weights, applied to the experts' outputs; fp32 or x's dtype.
+        w_gate_up: (E, 2, I, H), 0 = gate and 1 = up, in x's dtype. For a checkpoint's gate_up_proj (E, 2I, H) pass the
+            free view gate_up_proj.unflatten(1, (2, -1)).
+        w_down: (E, H, I), in x's dtype.
+        stage: which rung computes it, a name from `mega_moe.LADDER`. All of them give the same result.
+        swiglu_limit: clamp gate to at most this and up to [-limit, limit] before SwiGLU; None: no clamp.
+        check_ids: look for ids outside the table on a GPU too, which waits for the device. On a CPU they are always
+            looked for; on a GPU without this they count as masked.
+
+    Returns:
+        y: (T, H) in x's dtype. Differentiable once in x, topk_weights, w_gate_up and w_down, in any combination.
+        Under autocast x and the weights are cast to its dtype first, and y has that dtype.
+
+    Raises:
+        TypeError: a dtype that does not fit, named with its argument.
+        ValueError: a shape, device or stage that does not fit, an id outside the table, a limit that is not positive.
+        RuntimeError: the stage cannot run here; the message is its why_not.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, w_gate_up, w_down = x.to(dtype), w_gate_up.to(dtype), w_down.to(dtype)
+    check(x, topk_ids, topk_weights, w_gate_up, w_down, swiglu_limit)
+    y, _ = autograd.forward(x, topk_ids, topk_weights, w_gate_up, w_down, stage, swiglu_limit, check_ids)
+    return y
+
+
+def check(
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor, swiglu_limit: float | None
+) -> None:
+    """Raise what `moe` documents, from shapes, dtypes and devices alone."""
+    tensors = dict(x=x, topk_ids=topk_ids, topk_weights=topk_weights, w_gate_up=w_gate_up, w_down=w_down)
+    ranks = dict(x="(T, H)", topk_ids="(T, K)", topk_weights="(T, K)", w_gate_up="(E, 2, I, H)", w_down="(E, H, I)")
+    for name, t in tensors.items():
+        if t.dim() != ranks[name].count(",") + 1:
+            hint = " (view a gate_up_proj with .unflatten(1, (2, -1)))" if name == "w_gate_up" and t.dim() == 3 else ""
+            raise ValueError(f"{name} must be {ranks[name]}, not of shape {tuple(t.shape)}{hint}")
+        if t.device != x.device:
+            raise ValueError(f"{name} is on {t.device} and x on {x.device}: all tensors must be on one device")
+
+    if topk_ids.dtype not in INDEX_DTYPES:
+        raise TypeError(f"topk_ids must be int32 or int64, not {topk_ids.dtype}")
+    if x.dtype not in DTYPES:
+        raise TypeError(f"x must be fp32, bf16 or fp16 (or float64, for the reference), not {x.dtype}")
+    for name, w in (("w_gate_up", w_gate_up), ("w_down", w_down)):
+        if w.dtype != x.dtype:
+            raise TypeError(f"{name} is {w.dtype} and x is {x.dtype}: cast one to the other, or use torch.autocast")
+    if topk_weights.dtype not in (x.dtype, torch.float32):
+        raise TypeError(f"topk_weights is {topk_weights.dtype} and x is {x.dtype}: use x's dtype or float32")
+
+    (T, H), (E, two, I, _) = x.shape, w_gate_up.shape
+    K = topk_ids.shape[1]
+    expected = dict(topk_ids=(T, K), topk_weights=(T, K), w_gate_up=(E, 2, I, H), w_down=(E, H, I))
+    for name, shape in expected.items():
+        if tensors[name].shape != shape:
+            raise ValueError(
+                f"{name} must be {ranks[name]} = {shape}, not {tuple(tensors[name].shape)}, "
+                f"for x {tuple(x.shape)}, topk_ids {tuple(topk_ids.shape)} and w_gate_up {tuple(w_gate_up.shape)}"
+            )
+    for letter, size in dict(H=H, I=I, E=E, K=K).items():
+        if size == 0:
+            raise ValueError(f"{letter} = 0: only T may be zero")
+    if T * K > MOST_ROWS:
+        raise ValueError(f"T * K = {T * K} rows, more than {MOST_ROWS}: split the tokens into several calls")
+    if swiglu_limit is not None and not swiglu_limit > 0:
+        raise ValueError(f"swiglu_limit must be positive, not {swiglu_limit}")

@@ -1,0 +1,79 @@
+"""The ladder: every rung in reading order, and the way to ask whether one can run here.
+
+A rung's recipe is imported only when it is used, so this file, and `import mega_moe`, work where Triton does not exist.
+"""
+
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from .shapes import Grads, Inputs, Need, Problem, Saved
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One implementation of the layer. `name` is what `stage=` takes; `idea` says what it adds to the rung below."""
+
+    name: str
+    module: str
+    idea: str
+    needs_triton: bool = True
+
+    def why_not(self, problem: Problem) -> str | None:
+        """One sentence, with the fix, if this rung cannot run the problem here; None if it can."""
+        if problem.dtype == torch.float64 and self.needs_triton:
+            return f'stage "{self.name}" computes in fp32, bf16 or fp16: for float64 use stage="reference".'
+        if self.needs_triton and (reason := triton_is_missing(self.name, problem.device)):
+            return reason
+        return self.recipe().why_not(problem)
+
+    def note(self, problem: Problem) -> str | None:
+        """What runs here, but slower than it should; None if nothing does. Only for a rung that can run."""
+        return self.recipe().note(problem)
+
+    def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Saved]:
+        """y (T, H) and what backward needs, without autograd."""
+        return self.recipe().forward(problem, inputs)
+
+    def backward(self, problem: Problem, inputs: Inputs, saved: Saved, dy: Tensor, need: Need | None = None) -> Grads:
+        """The needed gradients (all of them unless told), without autograd. dy: (T, H), any strides."""
+        return self.recipe().backward(problem, inputs, saved, dy, need or Need())
+
+    def recipe(self) -> ModuleType:
+        """The stage file."""
+        return import_module(f"{__package__}.stages.{self.module}")
+
+
+LADDER = (
+    Rung("reference", "s0_reference", "plain torch, a loop over experts", needs_triton=False),
+    Rung("grouped", "s1_grouped", "one launch multiplies the rows of all experts"),
+)
+"""The rungs, each a little more fused than the one before."""
+
+DEFAULT = "grouped"
+"""The stage that `moe` and `MoE` use unless told: the highest one built, until recorded results choose."""
+
+
+def stage(name: str) -> Rung:
+    """The rung of that name. Raises ValueError, listing the names, if there is none."""
+    for rung in LADDER:
+        if rung.name == name:
+            return rung
+    raise ValueError(f"stage={name!r}: the stages are {', '.join(rung.name for rung in LADDER)}")
+
+
+def triton_is_missing(name: str, device: str) -> str | None:
+    """Why a Triton rung cannot run on this type of device, if so."""
+    if find_spec("triton") is None:
+        return f'stage "{name}" needs Triton: pip install "triton>=3.6", or use stage="reference".'
+    interpreted = import_module(f"{__package__}.kernels.tile").INTERPRETED.value
+    if device == "cuda" or interpreted:
+        return None
+    return (
+        f'stage "{name}" needs tensors on a GPU, not on "{device}": move them, or run Triton\'s interpreter '
+        '(TRITON_INTERPRET=1 in the environment before Python starts), or use stage="reference".'
+    )

@@ -1,0 +1,136 @@
+"""The facts and the bundles that every room of the house shares. Nothing here computes on tensors.
+
+A `Problem` is what can be known without touching a tensor's values. `Inputs`, `Plan`, `Saved` and `Grads` are named
+bundles of tensors, so that no function passes or returns a tuple whose order must be remembered. The letters are the
+glossary's: T tokens, K routes per token (top_k), E experts, H hidden size, I intermediate size, R = T*K rows.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One MoE layer's sizes, dtype and device: all that a rung needs to say whether it can run.
+
+    `dtype` is that of x and both weights; `device` is a device type ("cpu", "cuda"). `swiglu_limit` clamps gate from
+    above and up from both sides before SwiGLU (None: no clamp).
+    """
+
+    T: int
+    H: int
+    I: int
+    E: int
+    K: int
+    dtype: torch.dtype = torch.bfloat16
+    device: str = "cuda"
+    swiglu_limit: float | None = None
+
+    @property
+    def R(self) -> int:
+        """Rows that may be routed: T*K. Masked routes leave the last of them unused, at no cost."""
+        return self.T * self.K
+
+    def at(self, **changes) -> "Problem":
+        """The same problem with some facts changed."""
+        return replace(self, **changes)
+
+
+PRESETS = {
+    "tiny": Problem(T=64, H=64, I=48, E=8, K=2),
+    "qwen3-30b-a3b": Problem(T=16384, H=2048, I=768, E=128, K=8),
+    "qwen3-235b-a22b": Problem(T=16384, H=4096, I=1536, E=128, K=8),
+}
+"""Layers to try: one that a CPU runs in seconds, and one layer each of the two Qwen3 MoE models."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The five tensors of a layer. None of them is ever written."""
+
+    x: Tensor  # (T, H)
+    topk_ids: Tensor  # (T, K) int32 or int64, -1 masks a route
+    topk_weights: Tensor  # (T, K)
+    w_gate_up: Tensor  # (E, 2, I, H): 0 = gate, 1 = up
+    w_down: Tensor  # (E, H, I)
+
+    def problem(self, swiglu_limit: float | None = None) -> Problem:
+        """The facts of these tensors."""
+        T, H = self.x.shape
+        E, _, I, _ = self.w_gate_up.shape
+        return Problem(T, H, I, E, self.topk_ids.shape[1], self.x.dtype, self.x.device.type, swiglu_limit)
+
+
+class Plan(NamedTuple):
+    """Where every route goes: rows sorted by expert and, within an expert, by token and slot. All int32.
+
+    Rows row_start[E] : R belong to no expert (their routes are masked); token_of_row and slot_of_row are -1 there.
+
+    Example: T=3, K=2, E=3, topk_ids = [[2, 0], [0, -1], [2, 2]]
+        row_start    = [0, 2, 2, 5]          expert 1 has no rows
+        token_of_row = [0, 1, 0, 2, 2, -1]   row 0 is token 0, slot 1; row 2 is token 0, slot 0
+        slot_of_row  = [1, 0, 0, 0, 1, -1]
+        row_of_slot  = [[2, 0], [1, -1], [3, 4]]
+    """
+
+    row_start: Tensor  # (E+1,) rows of expert e: row_start[e] : row_start[e+1]
+    token_of_row: Tensor  # (R,)
+    slot_of_row: Tensor  # (R,)
+    row_of_slot: Tensor  # (T, K), -1 for a masked route
+
+
+class Saved(NamedTuple):
+    """What forward keeps for backward, beside the inputs; the shapes depend on the problem alone.
+
+    The plan is kept because it is small and backward walks the same rows; pre because recomputing it would repeat the
+    larger GEMM (4 of the 6 R*H*I flops of forward). act is not kept: it is one elementwise pass away from pre.
+    """
+
+    plan: Plan
+    pre: Tensor  # (R, 2, I) in x's dtype; rows of masked routes are never written
+
+    def tensors(self) -> list[Tensor]:
+        """As a flat list, the form in which torch's custom operators return it."""
+        return [*self.plan, self.pre]
+
+    @classmethod
+    def of(cls, tensors: list[Tensor]) -> "Saved":
+        """The inverse of `tensors`."""
+        return cls(Plan(*tensors[:4]), tensors[4])
+
+
+@dataclass(frozen=True)
+class Need:
+    """Which gradients somebody asked for; the others are not computed."""
+
+    dx: bool = True
+    dtopk_weights: bool = True
+    dw_gate_up: bool = True
+    dw_down: bool = True
+
+    @property
+    def dpre(self) -> bool:
+        """Whether any needed gradient is made from dpre."""
+        return self.dx or self.dw_gate_up
+
+    @property
+    def dact(self) -> bool:
+        """Whether any needed gradient is made from dact."""
+        return self.dpre or self.dtopk_weights
+
+
+@dataclass(frozen=True)
+class Grads:
+    """The gradients, each with the shape and dtype of its input; None where nobody asked."""
+
+    dx: Tensor | None = None  # (T, H)
+    dtopk_weights: Tensor | None = None  # (T, K)
+    dw_gate_up: Tensor | None = None  # (E, 2, I, H)
+    dw_down: Tensor | None = None  # (E, H, I)
+
+    def tensors(self) -> list[Tensor]:
+        """Those that were computed, in the order of the fields."""
+        return [g for g in (getattr(self, f.name) for f in fields(self)) if g is not None]
