@@ -4,10 +4,10 @@
 """
 
 from .api import moe
-#from .capture import capture_layer
+from .capture import capture_layer
 from .module import MoE
 from .registry import LADDER
 from .shapes import Problem
 
-__all__ = ["LADDER", "MoE", "Problem", "moe"]
+__all__ = ["LADDER", "MoE", "Problem", "capture_layer", "moe"]
 __version__ = "0.1.0"

@@ -76,7 +76,7 @@ def check(
     if topk_weights.dtype not in (x.dtype, torch.float32):
         raise TypeError(f"topk_weights is {topk_weights.dtype} and x is {x.dtype}: use x's dtype or float32")
 
-    (T, H), (E, two, I, _) = x.shape, w_gate_up.shape
+    (T, H), (E, _, I, _) = x.shape, w_gate_up.shape
     K = topk_ids.shape[1]
     expected = dict(topk_ids=(T, K), topk_weights=(T, K), w_gate_up=(E, 2, I, H), w_down=(E, H, I))
     for name, shape in expected.items():

@@ -82,7 +82,7 @@ def differentiate(ctx, dy, _):
     """One call for all four gradients; None for those that nobody asked for."""
     tensors = ctx.saved_tensors  # read once: checkpointing hands them out once
     inputs, saved = tensors[:5], list(tensors[5:])
-    x, topk_ids, *weights = ctx.needs_input_grad[:5]
+    x, _, *weights = ctx.needs_input_grad[:5]
     need = [x, *weights]
     computed = iter(torch.ops.mega_moe.backward(dy, *inputs, saved, ctx.stage, ctx.swiglu_limit, need))
     dx, *dweights = [next(computed) if needed else None for needed in need]

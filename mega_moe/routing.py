@@ -1,4 +1,4 @@
-"""Routing in plain torch: the router that `MoE` uses, and the plan of rows as kernels/plan.py must make it, to the bit."""
+"""Routing in plain torch: the router that `MoE` uses, and the plan of rows that kernels/plan.py makes, to the bit."""
 
 import torch
 from torch import Tensor

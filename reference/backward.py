@@ -24,6 +24,7 @@ class Grads(NamedTuple):
     dw_down: Tensor  # (E, H, I)
 
 
+# --8<-- [start:backward]
 def backward(saved: Saved, dy: Tensor) -> Grads:
     """From dy (T, H) to the gradients of x, topk_weights, w_gate_up and w_down.
 
@@ -42,6 +43,10 @@ def backward(saved: Saved, dy: Tensor) -> Grads:
     return Grads(dx, dtopk_weights, dw_gate_up, dw_down)
 
 
+# --8<-- [end:backward]
+
+
+# --8<-- [start:steps]
 def combine_backward(dy: Tensor, plan: Plan) -> Tensor:
     """y_t = sum_k weight_k * out_k gives dout_k = weight_k * dy_t: every row receives its token's dy.
 
@@ -106,8 +111,8 @@ def swiglu_backward(dact: Tensor, weight_of_row: Tensor, pre: Tensor, swiglu_lim
 def gate_up_backward(dpre: Tensor, rows: Tensor, w_gate_up: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     """pre = rows @ w_gate_up[e]^T: pre_ci = sum_h row_h w_cih, for c = gate, up.
 
-        drow_h            = sum_c sum_i dpre_ci w_cih          drows, (R, H): gate's and up's part in one sum
-        dw_gate_up[e]_cih = sum_rows dpre_ci row_h             zero for an expert without rows
+    drow_h            = sum_c sum_i dpre_ci w_cih          drows, (R, H): gate's and up's part in one sum
+    dw_gate_up[e]_cih = sum_rows dpre_ci row_h             zero for an expert without rows
     """
     experts = list(enumerate(plan.experts()))
     drows = torch.cat([dpre[own].flatten(1) @ w_gate_up[e].flatten(0, 1) for e, own in experts])
@@ -125,6 +130,9 @@ def dispatch_backward(drows: Tensor, row_of_slot: Tensor) -> Tensor:
         live = row >= 0
         dx[live] += drows[row[live]].to(dx.dtype)
     return dx.to(drows.dtype)
+
+
+# --8<-- [end:steps]
 
 
 def wide(t: Tensor) -> torch.dtype:

@@ -1,6 +1,6 @@
 """The MoE layer, forward: dispatch, gate_up, swiglu, down, combine. For token t, slot k, expert e = topk_ids[t, k]:
 
-    pre = x_t @ w_gate_up[e]^T       act = silu(gate) * up       out = act @ w_down[e]^T       y_t = sum_k weight_k * out_k
+    pre = x_t @ w_gate_up[e]^T     act = silu(gate) * up     out = act @ w_down[e]^T     y_t = sum_k weight_k * out_k
 
 Each expert sees a dense matrix of its own rows, so the layer is a loop over experts around three matrix products.
 backward.py mirrors this file step by step; routing.py makes the plan that both walk along.
@@ -49,6 +49,7 @@ def forward(
     return y, Saved(x, topk_weights, w_gate_up, w_down, p, pre, swiglu_limit)
 
 
+# --8<-- [start:steps]
 def dispatch(x: Tensor, plan: Plan) -> Tensor:
     """Copy every token to each of its rows: x (T, H) -> rows (R, H)."""
     return x[plan.token_of_row]
@@ -95,3 +96,6 @@ def combine(out: Tensor, topk_weights: Tensor, row_of_slot: Tensor) -> Tensor:
         live = row >= 0
         y[live] += weight[live, None].to(wide) * out[row[live]].to(wide)
     return y.to(out.dtype)
+
+
+# --8<-- [end:steps]

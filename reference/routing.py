@@ -79,6 +79,7 @@ class Plan(NamedTuple):
         return [slice(first, end) for first, end in pairwise(self.row_start.tolist())]
 
 
+# --8<-- [start:plan]
 def plan(topk_ids: Tensor, num_experts: int) -> Plan:
     """Sort the routes by expert; routes of one expert stay in the order (token, slot).
 
@@ -101,3 +102,6 @@ def plan(topk_ids: Tensor, num_experts: int) -> Plan:
     row_of_slot = torch.full_like(ids, -1)
     row_of_slot[order] = torch.arange(len(order), device=ids.device)
     return Plan(row_start, order // K, order % K, row_of_slot.view(T, K))
+
+
+# --8<-- [end:plan]

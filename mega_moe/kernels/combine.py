@@ -1,4 +1,7 @@
-"""combine: y_t = sum_k weight_k * out_k, and dispatch's backward: dx_t = sum_k drow_k. One owner a token, slot order."""
+"""combine: y_t = sum_k weight_k * out_k, and dispatch's backward: dx_t = sum_k drow_k.
+
+A token's sum has one owner and runs in slot order, so it is the same to the bit every time.
+"""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""dispatch: copy each token to its rows, so that an expert's rows lie side by side. Backward's copy of dy is the same."""
+"""dispatch: copy each token to its rows, so that an expert's rows lie side by side. Backward copies dy the same way."""
 
 import triton
 import triton.language as tl
@@ -23,7 +23,7 @@ def dispatch_kernel(
 ):
     """Grid: one program for each (block of rows, block of columns), columns fastest.
 
-    Example: token_of_row = [0, 1, 0, -1], x = [[1., 2.], [3., 4.]] gives rows = [[1., 2.], [3., 4.], [1., 2.], unwritten].
+    Example: token_of_row = [0, 1, 0, -1], x = [[1., 2.], [3., 4.]]: rows = [[1., 2.], [3., 4.], [1., 2.], unwritten].
     """
     column_blocks = tl.cdiv(H, BLOCK_N)
     row = tl.program_id(0) // column_blocks * BLOCK_R + tl.arange(0, BLOCK_R)

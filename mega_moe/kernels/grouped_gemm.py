@@ -1,8 +1,8 @@
 """Grouped GEMM: the matrix products of all experts in one launch, whatever number of rows each of them has.
 
-Two kernels serve both directions. Over rows, out[r] = a[r] @ w[e]^T for the expert e of row r: that is gate_up and down,
-and with the weight's last two dimensions swapped (a view) also dact and drows. For weight gradients the rows are what is
-summed over: dw[e] = sum of a[r]^T b[r] over the rows of e.
+Two kernels serve both directions. Over rows, out[r] = a[r] @ w[e]^T for the expert e of row r: that is gate_up and
+down, and with the weight's last two dimensions swapped (a view) also dact and drows. For weight gradients the rows are
+what is summed over: dw[e] = sum of a[r]^T b[r] over the rows of e.
 """
 
 import triton
@@ -157,7 +157,5 @@ def weight_grad(a: Tensor, b: Tensor, plan: Plan) -> Tensor:
     dw = a.new_empty(E, M, N)
     tile = blocks_for(a.dtype).weight_grad
     grid = E * triton.cdiv(M, tile.BLOCK_M) * triton.cdiv(N, tile.BLOCK_N)
-    weight_grad_kernel[(grid,)](
-        a, b, dw, plan.row_start, M=M, N=N, **launch_options(tile)
-    )
+    weight_grad_kernel[(grid,)](a, b, dw, plan.row_start, M=M, N=N, **launch_options(tile))
     return dw

@@ -11,15 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ..shapes import Plan
-from .blocks import blocks_for
+from .blocks import launch_options, routes
 
 
 # --8<-- [start:kernel]
 @triton.jit
-def experts_of_routes(topk_ids_ptr, route, R, E, stride_t, stride_k, K: tl.constexpr):
+def experts_of_routes(topk_ids_ptr, route, R, E):
     """The expert of each route t*K + k; E for a masked route, E + 1 behind the last route."""
-    token, slot = route // K, route % K
-    ids = tl.load(topk_ids_ptr + token.to(tl.int64) * stride_t + slot.to(tl.int64) * stride_k, mask=route < R, other=0)
+    ids = tl.load(topk_ids_ptr + route, mask=route < R, other=0)
     ids = tl.where((ids >= 0) & (ids < E), ids, E).to(tl.int32)
     return tl.where(route < R, ids, E + 1)
 
@@ -33,8 +32,6 @@ def plan_kernel(
     row_of_slot_ptr,  # (T, K) int32, written
     R,
     E,
-    stride_t,
-    stride_k,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -50,7 +47,7 @@ def plan_kernel(
 
     first = 0
     for start in range(0, R, BLOCK):
-        experts = experts_of_routes(topk_ids_ptr, start + tl.arange(0, BLOCK), R, E, stride_t, stride_k, K)
+        experts = experts_of_routes(topk_ids_ptr, start + tl.arange(0, BLOCK), R, E)
         first += tl.sum((experts < expert).to(tl.int32))
     tl.store(row_start_ptr + expert, first)
 
@@ -58,7 +55,7 @@ def plan_kernel(
     live = expert < E
     for start in range(0, R, BLOCK):
         route = start + tl.arange(0, BLOCK)
-        mine = experts_of_routes(topk_ids_ptr, route, R, E, stride_t, stride_k, K) == expert
+        mine = experts_of_routes(topk_ids_ptr, route, R, E) == expert
         row = next_row + tl.cumsum(mine.to(tl.int32)) - 1
         tl.store(token_of_row_ptr + row, tl.where(live, route // K, -1), mask=mine)
         tl.store(slot_of_row_ptr + row, tl.where(live, route % K, -1), mask=mine)
@@ -74,7 +71,5 @@ def plan(topk_ids: Tensor, num_experts: int) -> Plan:
     T, K = topk_ids.shape
     index = lambda *shape: torch.empty(shape, dtype=torch.int32, device=topk_ids.device)
     made = Plan(index(num_experts + 1), index(T * K), index(T * K), index(T, K))
-    plan_kernel[(num_experts + 1,)](
-        topk_ids, *made, T * K, num_experts, *topk_ids.stride(), K=K, BLOCK=blocks_for(torch.float32).plan
-    )
+    plan_kernel[(num_experts + 1,)](topk_ids.contiguous(), *made, T * K, num_experts, K=K, **launch_options(routes()))
     return made

@@ -1,37 +1,39 @@
 """reference: plain torch, a loop over experts. Slow, and right: every other rung is held to it.
 
-The whole layer stands in reference/forward.py and reference/backward.py; this recipe only fits it to the ladder. It runs
-on any device and in float64, and it is the one rung that reads the routing on the host (an expert's rows are a Python
-slice), so it neither captures in a CUDA graph nor hides its launches.
+The whole layer stands in reference/forward.py and reference/backward.py; this recipe only fits it to the ladder. It
+runs on any device and in float64, and it is the one rung that reads the routing on the host (an expert's rows are a
+Python slice), so it neither captures in a CUDA graph nor hides its launches.
 """
 
 from torch import Tensor
+from torch.nn.functional import pad
 
+from ..reference import Plan as ReferencePlan
 from ..reference import Saved as ReferenceSaved
 from ..reference import backward as reference_backward
 from ..reference import forward as reference_forward
-from ..reference import plan as reference_plan
-from ..routing import plan
-from ..shapes import Grads, Inputs, Need, Problem, Saved
+from ..shapes import Grads, Inputs, Need, Plan, Problem, Saved
 
 
 def forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Saved]:
-    """y (T, H), and the plan and pre in the shapes that all rungs share."""
+    """y (T, H), and what backward needs. The reference has live rows only; what all rungs share is padded to R."""
     y, saved = reference_forward(
         inputs.x, inputs.topk_ids, inputs.topk_weights, inputs.w_gate_up, inputs.w_down, problem.swiglu_limit
     )
-    pre = inputs.x.new_zeros(problem.R, 2, problem.I)  # the reference knows live rows only
-    pre[: len(saved.pre)] = saved.pre
-    return y, Saved(plan(inputs.topk_ids, problem.E), pre)
+    row_start, token_of_row, slot_of_row, row_of_slot = (t.int() for t in saved.plan)
+    unused = (0, problem.R - len(token_of_row))
+    plan = Plan(row_start, pad(token_of_row, unused, value=-1), pad(slot_of_row, unused, value=-1), row_of_slot)
+    return y, Saved(plan, pad(saved.pre, (0, 0, 0, 0, *unused)))
 
 
 def backward(problem: Problem, inputs: Inputs, saved: Saved, dy: Tensor, need: Need) -> Grads:
     """All four gradients by hand-derived formulas; those that nobody needs are dropped."""
-    p = reference_plan(inputs.topk_ids, problem.E)
-    pre = saved.pre[: len(p.token_of_row)]
+    row_start, token_of_row, slot_of_row, row_of_slot = (t.long() for t in saved.plan)
+    live = slice(row_start[-1])
+    plan = ReferencePlan(row_start, token_of_row[live], slot_of_row[live], row_of_slot)
     grads = reference_backward(
         ReferenceSaved(
-            inputs.x, inputs.topk_weights, inputs.w_gate_up, inputs.w_down, p, pre, problem.swiglu_limit
+            inputs.x, inputs.topk_weights, inputs.w_gate_up, inputs.w_down, plan, saved.pre[live], problem.swiglu_limit
         ),
         dy,
     )

@@ -1,0 +1,38 @@
+"""What MkDocs calls while it builds the site: lessons become pages, and formulas become MathML.
+
+Both happen at build time, so that a page is complete as it lies on disk: no script from elsewhere, no network.
+"""
+
+import re
+from html import unescape
+
+from math_core import LatexError, LatexToMathML
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File
+from recording import LESSONS, as_page, record
+
+_MATHML = LatexToMathML(fancy_error=False)
+_FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+
+
+def on_files(files, config):
+    """Add a page lessons/<name>.md for each lesson, and its figures beside it."""
+    for lesson in LESSONS:
+        page, figures = as_page(record(lesson))
+        files.append(File.generated(config, f"lessons/{lesson.stem}.md", content=page))
+        for name, figure in figures.items():
+            files.append(File.generated(config, f"lessons/{name}", content=figure))
+    return files
+
+
+def on_page_content(html, page, **_):
+    """Turn each formula that the arithmatex extension marked into MathML, which browsers render by themselves."""
+
+    def mathml(formula: re.Match) -> str:
+        display, latex = formula[1] == "div", unescape(formula[2])
+        try:
+            return _MATHML.convert_with_local_state(latex, displaystyle=display)
+        except LatexError as error:
+            raise PluginError(f"{page.file.src_uri}: {latex.strip()}\n{error}") from error
+
+    return _FORMULA.sub(mathml, html)

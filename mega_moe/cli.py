@@ -1,0 +1,203 @@
+"""mega-moe: what can run here, whether it is right, and how fast it is.
+
+    mega-moe doctor     what this machine is, and which rungs it can run
+    mega-moe ladder     one layer on every rung: parity, launches, time, memory
+    mega-moe bench      the benchmarks, which also measure what people use today
+
+Where there is no GPU the rungs run in Triton's interpreter. It is chosen here, by TRITON_INTERPRET=1 in the environment
+before anything imports Triton; the library itself never does that.
+"""
+
+import argparse
+import json
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from . import bench, doctor, ladder
+from .ladder import DTYPES
+from .registry import LADDER, Rung, stage
+from .samples import ROUTINGS, load_layer, random_inputs
+from .shapes import PRESETS, Inputs, Problem
+
+PATIENCE = 300  # seconds that a run on a CPU may take without --force
+
+
+class Refused(Exception):
+    """What the user asked for cannot be done; the message is one line and says what can."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise Refused(message)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the program. Returns its exit code: 0, 1 where parity or a benchmark failed, 2 for what was refused."""
+    try:
+        arguments = _parser().parse_args(argv)
+        return arguments.run(arguments)
+    except Refused as refusal:
+        print(f"mega-moe: {refusal}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="mega-moe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, metavar="doctor | ladder | bench")
+
+    doctor_command = commands.add_parser("doctor", help="what this machine can run, and why not the rest")
+    doctor_command.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU if there is one")
+    doctor_command.set_defaults(run=_doctor)
+
+    ladder_command = commands.add_parser("ladder", help="one layer on every rung: parity, launches, time, memory")
+    add = ladder_command.add_argument
+    add("--shape", help=f"{' | '.join(PRESETS)} | T,H,I,E,K (default: tiny)")
+    add("--layer", type=Path, metavar="FILE.safetensors", help="a real layer, as mega_moe.capture_layer writes it")
+    add("--stage", action="append", metavar="NAME", help="this rung only; may be repeated (default: all)")
+    add("--routing", choices=ROUTINGS, help="how tokens spread over experts (default: balanced)")
+    add("--dtype", choices=tuple(DTYPES), help="default: bf16, or the layer's own")
+    add("--device", choices=("cuda", "cpu"), help="default: the GPU if there is one")
+    add("--seed", type=int, default=0, help="default: 0")
+    add("--json", action="store_true", help="print JSON, and nothing else")
+    add("--plot", type=Path, metavar="FILE.svg", help="draw parity and time")
+    add("--force", action="store_true", help="run on a CPU what takes it long")
+    ladder_command.set_defaults(run=_ladder)
+
+    bench_command = commands.add_parser("bench", help="the benchmarks, beside what people use today")
+    bench_command.add_argument("--shape", action="append", metavar="NAME", help="may be repeated")
+    bench_command.add_argument(
+        "--json", type=Path, metavar="FILE.json", help="where pytest-benchmark writes its results"
+    )
+    bench_command.set_defaults(run=_bench)
+    return parser
+
+
+def _device(asked: str | None) -> str:
+    """The device type to use; on a CPU, also choose Triton's interpreter, while Triton is not imported yet."""
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise Refused("there is no GPU that this torch can use: leave --device out, or see `mega-moe doctor`")
+    device = asked or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    return device
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    print(doctor.examination(_device(arguments.device)))
+    return 0
+
+
+def _ladder(arguments: argparse.Namespace) -> int:
+    _require("rich", unless=arguments.json)
+    _require("matplotlib", unless=arguments.plot is None)
+    _require("safetensors", unless=arguments.layer is None)
+    device = _device(arguments.device)
+    rungs = _rungs(arguments.stage)
+    if arguments.plot and not arguments.plot.resolve().parent.is_dir():
+        raise Refused(f"--plot: there is no folder {arguments.plot.parent}")
+    try:
+        layer = _layer(arguments, rungs, device)
+        result = _climb(rungs, layer, quiet=arguments.json)
+    except ValueError as error:
+        raise Refused(str(error)) from error
+
+    if arguments.json:
+        print(json.dumps(result.as_json(), indent=2, allow_nan=False))
+    else:
+        from . import tables
+
+        tables.show(result, name=str(arguments.layer or arguments.shape or "tiny"))
+    if arguments.plot:
+        from . import figure
+
+        figure.draw(result, arguments.plot)
+    return 0 if result.passed else 1
+
+
+def _climb(rungs: list[Rung], layer: ladder.Layer, quiet: bool) -> ladder.Climb:
+    if quiet:
+        return ladder.climb(rungs, layer)
+    from . import tables
+
+    with tables.progress(ladder.steps_of(rungs, layer.problem)) as doing:
+        return ladder.climb(rungs, layer, doing)
+
+
+def _require(package: str, unless: bool) -> None:
+    if not unless and not find_spec(package):
+        raise Refused(f"this needs {package}: pip install 'mega-moe[cli]'")
+
+
+def _rungs(names: list[str] | None) -> list[Rung]:
+    try:
+        return [stage(name) for name in dict.fromkeys(names)] if names else list(LADDER)
+    except ValueError as error:
+        raise Refused(str(error)) from error
+
+
+def _layer(arguments: argparse.Namespace, rungs: list[Rung], device: str) -> ladder.Layer:
+    """The layer to run, random or from a file, if this machine can run it in reasonable time."""
+    dtype = DTYPES[arguments.dtype] if arguments.dtype else None
+    if arguments.layer is None:
+        problem = _shape(arguments.shape or "tiny").at(device=device, dtype=dtype or torch.bfloat16)
+        routing = arguments.routing or "balanced"
+        _check_patience(rungs, problem, arguments.force)
+        return ladder.Layer(problem, *random_inputs(problem, routing, arguments.seed), routing)
+
+    for option in ("shape", "routing"):
+        if getattr(arguments, option):
+            raise Refused(f"--layer brings its own {option}: leave --{option} out")
+    try:
+        inputs = load_layer(arguments.layer, device)
+    except FileNotFoundError as error:
+        raise Refused(str(error)) from error
+    if dtype:
+        inputs = Inputs(
+            inputs.x.to(dtype),
+            inputs.topk_ids,
+            inputs.topk_weights.double() if dtype == torch.float64 else inputs.topk_weights,
+            inputs.w_gate_up.to(dtype),
+            inputs.w_down.to(dtype),
+        )
+    problem = inputs.problem()
+    _check_patience(rungs, problem, arguments.force)
+    _, dy = random_inputs(problem.at(I=1, E=1, K=1), seed=arguments.seed)
+    return ladder.Layer(problem, inputs, dy, "layer")
+
+
+def _shape(text: str) -> Problem:
+    if text in PRESETS:
+        return PRESETS[text]
+    try:
+        T, H, I, E, K = (int(size) for size in text.split(","))
+    except ValueError:
+        raise Refused(f"--shape {text}: give {', '.join(PRESETS)}, or five sizes T,H,I,E,K") from None
+    if min(H, I, E, K) < 1 or T < 0:
+        raise Refused(f"--shape {text}: H, I, E and K must be at least 1, and T at least 0")
+    return Problem(T, H, I, E, K)
+
+
+def _check_patience(rungs: list[Rung], problem: Problem, force: bool) -> None:
+    if problem.device != "cpu" or force:
+        return
+    running = [rung for rung in rungs if not rung.why_not(problem)]
+    seconds = ladder.cpu_seconds(running, problem)
+    if seconds > PATIENCE:
+        about = f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.0f} hours"
+        raise Refused(
+            f"on a CPU this layer takes about {about} (Triton's interpreter and float64): choose a smaller --shape, "
+            "run it on a GPU, or insist with --force"
+        )
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    reason = bench.why_not()
+    if reason:
+        raise Refused(reason)
+    _device(None)
+    return bench.run(arguments.shape or [], arguments.json)

@@ -1,0 +1,129 @@
+"""What `mega-moe ladder` shows: what it is doing while it works, and two tables at the end. Needs rich."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from .ladder import Climb, Row
+from .parity import OUTPUTS
+from .roofline import DIRECTIONS
+
+UNKNOWN = "–"
+WIDTH = 120  # where the output is no terminal, whose width would be known
+
+
+@contextmanager
+def progress(steps: int) -> Iterator[Callable[[str], None]]:
+    """A bar of `steps` steps on stderr, if that is a terminal, gone when the context ends.
+
+    Yields the function that moves it by one step and says what that step is.
+    """
+    columns = SpinnerColumn(), BarColumn(bar_width=24), TimeElapsedColumn(), TextColumn("{task.description}")
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=steps)
+
+        def doing(what: str) -> None:
+            bar.update(task, description=what)
+            bar.advance(task)
+
+        yield doing
+
+
+def show(climb: Climb, name: str) -> None:
+    """Print the machine, the problem, both tables, and what there is to say about each rung."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH
+    m, p = climb.machine, climb.problem
+    triton = f"triton {m['triton']}" if m["triton"] else "no triton"
+    sizes = "  ".join(f"{letter}={p[letter]}" for letter in "THIEK")
+    console.print(f"[bold]{escape(name)}[/]  {sizes}  {p['dtype']}  routing: {p['routing']}")
+    console.print(f"[dim]{escape(m['device'])}, torch {m['torch']}, {triton}, python {m['python']}[/]\n")
+
+    ran = [row for row in climb.rows if row.parity]
+    if ran:
+        console.print(_parity(ran))
+        console.print()
+        console.print(_cost(ran, climb.allowed_ms))
+        console.print()
+    for row in climb.rows:
+        if row.why_not:
+            console.print(f"[yellow]{row.stage} cannot run:[/] {escape(row.why_not)}")
+        elif row.note:
+            console.print(f"[dim]{row.stage}: {escape(row.note)}[/]")
+    if climb.passed:
+        console.print(f"\n[bold green]parity passed[/]: {len(ran)} of {len(climb.rows)} rungs ran")
+    else:
+        failed = "; ".join(f"{row.stage}: {', '.join(row.parity.failed)}" for row in ran if row.parity.failed)
+        console.print(f"\n[bold red]parity failed[/]: {failed}")
+
+
+def _parity(rows: list[Row]) -> Table:
+    title = "error of the worst row, as a share of its budget (up to 1 passes)"
+    table = Table(title=title, title_justify="left", title_style="italic", box=SIMPLE_HEAD)
+    table.add_column("stage")
+    for name in OUTPUTS:
+        table.add_column(name, justify="right")
+    table.add_column("parity")
+    for row in rows:
+        shares = row.parity.shares.values()
+        cells = [f"{share:.2f}" if share <= 1 else f"[red]{share:.3g}[/]" for share in shares]
+        table.add_row(row.stage, *cells, "[green]passed[/]" if row.parity.passed else "[bold red]FAILED[/]")
+    return table
+
+
+def _cost(rows: list[Row], allowed_ms: dict[str, float] | None) -> Table:
+    """One row a rung; columns that no rung fills are left out."""
+    columns: dict[str, Callable[[Row], str]] = {
+        "launches": lambda row: _pair(row.launches, "{:d}"),
+        "forward, ms": lambda row: _time(row, "forward"),
+        "backward, ms": lambda row: _time(row, "backward"),
+        "TFLOP/s": lambda row: _rates(row.tflops),
+        "of ceiling": lambda row: _pair(row.share_of_ceiling, "{:.0%}"),
+        "peak": lambda row: UNKNOWN if row.peak_bytes is None else _size(row.peak_bytes),
+        "copied": lambda row: _size(row.copied_bytes) if row.copied_bytes else UNKNOWN,
+        "": lambda row: "interpreted" if row.interpreted else UNKNOWN,
+    }
+    title = "launches, time and rates (forward / backward)"
+    if allowed_ms:
+        title += f"; the hardware allows {_pair(allowed_ms, '{:.3g}')} ms"
+    table = Table(title=title, title_justify="left", title_style="italic", box=SIMPLE_HEAD)
+    table.add_column("stage")
+    cells = {header: [column(row) for row in rows] for header, column in columns.items()}
+    shown = {header: column for header, column in cells.items() if any(cell != UNKNOWN for cell in column)}
+    for header in shown:
+        table.add_column(header, justify="right")
+    for at, row in enumerate(rows):
+        table.add_row(row.stage, *(column[at] for column in shown.values()))
+    return table
+
+
+def _time(row: Row, direction: str) -> str:
+    """Median, and the spread in per cent of it."""
+    if not row.ms:
+        return UNKNOWN
+    return f"{row.ms[direction]:.3g} ±{row.spread[direction] / row.ms[direction]:.0%}"
+
+
+def _rates(tflops: dict[str, float] | None) -> str:
+    """A CPU's rates are not worth their digits."""
+    return "<0.01" if tflops and max(tflops.values()) < 0.01 else _pair(tflops, "{:.3g}")
+
+
+def _pair(values: dict[str, float] | None, form: str) -> str:
+    return " / ".join(form.format(values[d]) for d in DIRECTIONS) if values else UNKNOWN
+
+
+def _size(count: int) -> str:
+    size, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.3g} {unit}"

@@ -1,0 +1,94 @@
+"""The ledger of flops and bytes, held against numbers worked out by hand."""
+
+import pytest
+import torch
+
+from mega_moe import roofline
+from mega_moe.shapes import PRESETS, Problem
+
+A = PRESETS["qwen3-30b-a3b"]
+TOY = Problem(T=3, H=10, I=100, E=5, K=2, dtype=torch.float32)
+
+
+def test_useful_flops_count_three_products_forward_and_six_backward():
+    assert roofline.useful_flops(A, "forward") == 6 * 131072 * 2048 * 768
+    assert roofline.useful_flops(A, "backward") == 12 * 131072 * 2048 * 768
+    assert roofline.useful_flops(A, "forward", rows=1000) == 6 * 1000 * 2048 * 768
+    with pytest.raises(ValueError, match="forward or backward"):
+        roofline.useful_flops(A, "sideways")
+
+
+@pytest.mark.parametrize("direction", roofline.DIRECTIONS)
+@pytest.mark.parametrize("rows", [None, 77])
+def test_the_steps_add_up_to_the_useful_flops_and_move_more_than_the_fused_minimum(direction, rows):
+    steps = roofline.steps(A, direction, rows)
+    total = sum(steps.values(), roofline.Cost())
+    assert set(steps) == {"dispatch", "gate_up", "swiglu", "down", "combine"}
+    assert total.flops == roofline.useful_flops(A, direction, rows) == roofline.fused(A, direction, rows).flops
+    assert total.bytes > roofline.fused(A, direction, rows).bytes
+
+
+def test_forward_bytes_of_a_toy_by_hand():
+    """T=3, K=2: 6 rows. fp32, so 4 bytes an element; w_gate_up is 5*2*100*10, w_down 5*10*100."""
+    assert {step: cost.bytes for step, cost in roofline.steps(TOY, "forward").items()} == {
+        "dispatch": 4 * (30 + 60) + 8 * 6,
+        "gate_up": 4 * (60 + 10000 + 1200),
+        "swiglu": 4 * (1200 + 600),
+        "down": 4 * (600 + 5000 + 60),
+        "combine": 4 * (60 + 6 + 30),
+    }
+    assert roofline.fused(TOY, "forward").bytes == 4 * (30 + 6 + 10000 + 5000 + 1200 + 30) + 8 * 6
+
+
+def test_backward_bytes_of_a_toy_by_hand():
+    assert {step: cost.bytes for step, cost in roofline.steps(TOY, "backward").items()} == {
+        "combine": 4 * (30 + 60) + 8 * 6,
+        "down": 4 * (60 + 5000 + 600 + 60 + 600 + 5000),
+        "swiglu": 4 * (1200 + 600 + 1200 + 600 + 6),
+        "gate_up": 4 * (1200 + 10000 + 60 + 30 + 60 + 1200 + 60 + 10000),
+        "dispatch": 4 * (60 + 30),
+    }
+    assert roofline.fused(TOY, "backward").bytes == 4 * (30 + 30 + 6 + 15000 + 1200 + 30 + 6 + 15000) + 8 * 6
+
+
+def test_weights_of_experts_that_nobody_visits_are_not_read():
+    assert roofline.steps(TOY, "forward", rows=1)["down"].bytes == 4 * (100 + 1000 + 10)
+
+
+@pytest.mark.parametrize(
+    "device, name",
+    [
+        ("NVIDIA H200", "H200 SXM"),
+        ("NVIDIA H200 NVL", "H200 NVL"),
+        ("NVIDIA H100 80GB HBM3", "H100 SXM"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA A100-SXM4-40GB", "A100 40GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100 SXM 80GB"),
+        ("NVIDIA A100 80GB PCIe", "A100 PCIe 80GB"),
+        ("NVIDIA B200", "B200"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("AMD Instinct MI350X", "MI350X"),
+    ],
+)
+def test_devices_are_known_by_the_names_they_give(device, name):
+    known = roofline.ceiling(device)
+    assert known.name == name and known.source
+
+
+@pytest.mark.parametrize("device", ["NVIDIA GeForce RTX 4090", "NVIDIA GB200", "NVIDIA GH200 480GB", "cpu", ""])
+def test_an_unknown_device_has_no_ceiling(device):
+    assert roofline.ceiling(device) is None
+
+
+def test_the_time_an_h200_allows():
+    """Shape A is bound by flops: 1.237 TFLOP forward at 989.5 TFLOP/s; the same in 3 rows is bound by the weights."""
+    h200 = roofline.ceiling("NVIDIA H200")
+    assert roofline.allowed_ms(A, "forward", h200) == pytest.approx(1.2500, rel=1e-3)
+    assert roofline.allowed_ms(A, "backward", h200) == pytest.approx(2.5000, rel=1e-3)
+    small = A.at(T=16)
+    assert roofline.allowed_ms(small, "forward", h200) == pytest.approx(
+        roofline.fused(small, "forward").bytes / 4.8e12 * 1e3
+    )
+    fp32 = A.at(dtype=torch.float32)
+    assert roofline.allowed_ms(fp32, "forward", h200) == pytest.approx(1237.0 / 67, rel=1e-3)
+    assert roofline.allowed_ms(A.at(dtype=torch.float64), "forward", h200) is None
