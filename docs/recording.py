@@ -41,11 +41,13 @@ PAGE = """
 def record(lesson: Path, recordings: Path = RECORDINGS) -> Path:
     """The lesson as an executed notebook, `recordings/<lesson's name>.ipynb`.
 
-    A recording is used again while the sources it was made from are the same: the lesson, mega_moe/ and reference/.
+    A recording is used again while the sources it was made from are the same: the lesson,
+    mega_moe/, reference/ and the recorded results, which a lesson may quote.
     Raises nbclient's CellExecutionError, with the traceback, when a cell raises.
     """
     recording = recordings / f"{lesson.stem}.ipynb"
-    sources = _digest([lesson, *ROOT.glob("mega_moe/**/*.py"), *ROOT.glob("reference/*.py")])
+    code = [*ROOT.glob("mega_moe/**/*.py"), *ROOT.glob("reference/*.py")]
+    sources = _digest([lesson, *code, *ROOT.glob("docs/results/*.json")])
     if recording.exists() and nbformat.read(recording, as_version=4).metadata.get("sources") == sources:
         return recording
 

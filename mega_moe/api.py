@@ -38,7 +38,7 @@ def moe(
 
     Returns:
         y: (T, H) in x's dtype. Differentiable once in x, topk_weights, w_gate_up and w_down, in any combination.
-        Under autocast x and the weights are cast to its dtype first, and y has that dtype.
+            Under autocast x and the weights are cast to its dtype first, and y has that dtype.
 
     Raises:
         TypeError: a dtype that does not fit, named with its argument.

@@ -59,7 +59,8 @@ class MoE(nn.Module):
         norm_topk_prob: divide a token's K router weights by their sum.
         stage: which rung computes it, a name from `mega_moe.LADDER`; may be changed at any time.
         swiglu_limit: clamp before SwiGLU, see `moe`.
-        device, dtype: of the parameters, as for any torch module.
+        device: of the parameters, as for any torch module.
+        dtype: of the parameters; x must have it too, unless autocast casts both.
 
     Parameters: gate.weight (E, H), experts.gate_up_proj (E, 2I, H), experts.down_proj (E, H, I).
     """
@@ -74,8 +75,8 @@ class MoE(nn.Module):
         norm_topk_prob: bool = False,
         stage: str = DEFAULT,
         swiglu_limit: float | None = None,
-        device=None,
-        dtype=None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         if not 1 <= top_k <= num_experts:

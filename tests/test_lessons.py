@@ -37,6 +37,7 @@ def test_a_lesson_runs_as_a_plain_script(lesson):
     environment = os.environ | {"MPLBACKEND": "agg"}
     if not torch.cuda.is_available():
         environment["TRITON_INTERPRET"] = "1"
+    environment["PYTHONPATH"] = str(recording.ROOT)  # a bare checkout has nothing installed
     subprocess.run([sys.executable, lesson], cwd=recording.ROOT, env=environment, check=True)
 
 

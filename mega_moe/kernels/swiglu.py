@@ -59,7 +59,7 @@ def swiglu_kernel(
 
 
 # --8<-- [start:backward]
-@triton.jit(do_not_specialize=["E", "R"])
+@triton.jit(do_not_specialize=["R"])
 def swiglu_backward_kernel(
     dact_ptr,  # (R, I) read, without the router weight
     pre_ptr,  # (R, 2, I) read

@@ -32,6 +32,7 @@ def narrow(value, dtype: tl.constexpr):
     return value.to(dtype)
 
 
+# --8<-- [start:rows_of_block]
 @triton.jit
 def rows_of_block(block, row_start_ptr, E, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr):
     """Which expert a block of rows belongs to, its first row, and the end of the expert's rows.
@@ -50,6 +51,9 @@ def rows_of_block(block, row_start_ptr, E, BLOCK_R: tl.constexpr, BLOCK_E: tl.co
     start = tl.load(row_start_ptr + expert)
     row = start + (block - start // BLOCK_R - expert) * BLOCK_R
     return expert, row, tl.load(row_start_ptr + expert + 1)
+
+
+# --8<-- [end:rows_of_block]
 
 
 @triton.jit

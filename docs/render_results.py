@@ -1,0 +1,256 @@
+"""From benchmarks to pages: no number in README.md or docs/results.md is typed by hand.
+
+    python3 -m pytest tests/bench --benchmark-json=build/bench.json
+    python3 docs/render_results.py build/bench.json
+
+The first line measures. The second keeps what matters of it as docs/results/<date>-<device>.json, the record, and
+writes the newest record's tables into both pages, between their markers. Without an argument it only writes the pages.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORDS = ROOT / "docs" / "results"
+START, END = "<!-- results:start -->", "<!-- results:end -->"
+NOTHING = "Nothing is recorded yet."
+
+KEPT = (
+    "shape",
+    "direction",
+    "gemm",
+    "contestant",
+    "label",
+    "kind",
+    "interpreted",
+    "tflops",
+    "share_of_dense",
+    "gb_per_s",
+    "peak_bytes",
+    "errors",
+    "shares_of_budget",
+)
+"""What a record keeps of a benchmark's extra_info, beside its times."""
+
+
+def main(arguments: list[str]) -> None:
+    """Record the given pytest-benchmark files, if any, and write the pages."""
+    if arguments:
+        new = record(*(json.loads(Path(name).read_text()) for name in arguments))
+        save(new, RECORDS)
+    newest = max(RECORDS.glob("*.json"), default=None)
+    for page, block in blocks(newest).items():
+        page.write_text(between_markers(page, block))
+        print(f"wrote {page.relative_to(ROOT)}")
+
+
+def record(*benchmarks: dict) -> dict:
+    """One or more of pytest-benchmark's JSON reports as one record: machine, method, problems and a row a time.
+
+    Raises ValueError where they do not belong together: another device or version, a table in two of them (its rows
+    would not have been timed side by side), or nothing in them.
+    """
+    machines, methods, problems, rows = [], set(), {}, []
+    for report in benchmarks:
+        tables_before = {_table(row) for row in rows}
+        for benchmark in report["benchmarks"]:
+            info, stats = benchmark["extra_info"], benchmark["stats"]
+            row = {key: info.get(key) for key in KEPT} | {"ms": _times(stats)}
+            if _table(row) in tables_before:
+                raise ValueError(f"two reports have times for {', '.join(_table(row))}: give one of them")
+            machines.append(info["machine"])
+            methods.add(info["method"])
+            problems[info["shape"]] = info["problem"]
+            rows.append(row)
+    if not rows:
+        raise ValueError("there are no benchmarks in it")
+    if len({json.dumps(machine | {"date": None}) for machine in machines}) > 1 or len(methods) > 1:
+        raise ValueError("the rows come from different machines, versions or methods, and cannot stand in one table")
+    machine = machines[-1] | {"date": max(machine["date"] for machine in machines)[:10]}
+    return {"machine": machine, "method": methods.pop(), "problems": problems, "rows": rows}
+
+
+def save(record: dict, folder: Path) -> Path:
+    """Write the record, one line a row. Raises ValueError for a CPU's: interpreted times are no results."""
+    machine = record["machine"]
+    if is_cpu(record):
+        raise ValueError(f"{machine['device']}: only a GPU's times are results")
+    device = re.sub(r"[^a-z0-9]+", "-", machine["device"].lower()).strip("-")
+    lines = [f'"{key}": {json.dumps(record[key])}' for key in ("machine", "method", "problems")]
+    lines.append('"rows": [\n' + ",\n".join(json.dumps(row) for row in record["rows"]) + "\n]")
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{machine['date']}-{device}.json"
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    return path
+
+
+def blocks(path: Path | None) -> dict[Path, str]:
+    """What stands between each page's markers for the record in this file."""
+    results, readme = ROOT / "docs" / "results.md", ROOT / "README.md"
+    if path is None:
+        return {results: NOTHING, readme: NOTHING}
+    newest = json.loads(path.read_text())
+    return {results: f"{tables(newest)}\n\n[All numbers of this run](results/{path.name})", readme: summary(newest)}
+
+
+def between_markers(page: Path, block: str) -> str:
+    """The page's text with `block` between its markers. Raises ValueError if it has none."""
+    before, start, rest = page.read_text().partition(START)
+    _, end, after = rest.partition(END)
+    if not start or not end:
+        raise ValueError(f"{page} has no {START} followed by {END}")
+    return f"{before}{START}\n\n{block}\n\n{END}{after}"
+
+
+def tables(record: dict) -> str:
+    """Everything for the results page, and for the terminal: the machine, and two tables for each shape."""
+    parts = [_machine(record)]
+    for shape, problem in record["problems"].items():
+        sizes = ", ".join(f"{letter} = {problem[letter]}" for letter in "THIEK")
+        parts.append(f"### {shape}: {sizes}, {problem['dtype']}, {problem['routing']} routing")
+        rows = [row for row in record["rows"] if row["shape"] == shape]
+        layer, gemms = [row for row in rows if not row["gemm"]], [row for row in rows if row["gemm"]]
+        if layer:
+            caption = (
+                "The layer: milliseconds, median ± half of the interquartile range; then forward / both directions."
+            )
+            parts += [caption, _layer(layer)]
+        if gemms:
+            parts += ["Its grouped GEMMs, each alone: TFLOP/s (milliseconds).", _gemms(gemms)]
+    return "\n\n".join(parts)
+
+
+def summary(record: dict) -> str:
+    """The README's table: forward and forward + backward of every contestant, for each shape."""
+    columns = [(shape, direction) for shape in record["problems"] for direction in ("forward", "forward+backward")]
+    header = ["", *(f"{shape}<br>{direction.replace('+', ' + ')}" for shape, direction in columns)]
+    layer = [row for row in record["rows"] if not row["gemm"]]
+    lines = [
+        [_name(rows), *(_ms(_find(rows, direction, shape)) for shape, direction in columns)]
+        for rows in _by_contestant(layer)
+    ]
+    problem = next(iter(record["problems"].values()))
+    machine = record["machine"]
+    caption = (
+        f"Milliseconds on one {machine['device']}, {problem['dtype']}, T = {problem['T']}, {machine['date']}, median ± "
+        "half of the interquartile range; parity checked in the same run. [How, and more](docs/results.md)"
+    )
+    return f"{_markdown(header, lines)}\n\n{caption}"
+
+
+def is_cpu(record: dict) -> bool:
+    """Whether the times are a CPU's, and some of them an interpreter's."""
+    return "CPU" in record["machine"]["device"]
+
+
+def _times(stats: dict) -> dict:
+    keys = ("median", "q1", "q3", "min", "max")
+    return {key: float(f"{stats[key] * 1e3:.6g}") for key in keys} | {"samples": stats["rounds"]}
+
+
+def _table(row: dict) -> tuple[str, str]:
+    return row["shape"], row["gemm"] or row["direction"]
+
+
+def _machine(record: dict) -> str:
+    m = record["machine"]
+    versions = ", ".join(f"{what} {m[what]}" for what in ("torch", "triton", "transformers", "python") if m[what])
+    warning = ""
+    if is_cpu(record):
+        warning = "\n\n**A CPU's times are no results; those marked interpreted are Triton's interpreter at work.**"
+    return f"**{m['device']}**, {m['date']}; {versions}. {record['method']}.{warning}"
+
+
+def _layer(rows: list[dict]) -> str:
+    both = "forward+backward"
+    header = ["", "forward", "backward", "both", "TFLOP/s", "of dense", "peak MiB", "error: y / gradients", "of budget"]
+    lines = []
+    for contestant in _by_contestant(rows):
+        forward, backward, step = (_find(contestant, d) for d in ("forward", "backward", both))
+        any_row = contestant[0]
+        lines.append(
+            [
+                _name(contestant),
+                _ms(forward),
+                _ms(backward),
+                _ms(step),
+                _pair(forward, step, "tflops", lambda value: f"{value:.0f}"),
+                _pair(forward, step, "share_of_dense", lambda value: f"{value:.0%}"),
+                _pair(forward, step, "peak_bytes", lambda value: f"{value / 2**20:.0f}"),
+                _errors(any_row["errors"]),
+                _share(any_row["shares_of_budget"]),
+            ]
+        )
+    return _markdown(header, lines)
+
+
+def _gemms(rows: list[dict]) -> str:
+    names = list(dict.fromkeys(row["gemm"] for row in rows))
+    lines = []
+    for contestant in _by_contestant(rows):
+        found = {row["gemm"]: row for row in contestant}
+        lines.append([_name(contestant), *(_rate(found.get(name)) for name in names)])
+    return _markdown(["", *names], lines)
+
+
+def _by_contestant(rows: list[dict]) -> list[list[dict]]:
+    contestants = dict.fromkeys(row["contestant"] for row in rows)
+    return [[row for row in rows if row["contestant"] == name] for name in contestants]
+
+
+def _find(rows: list[dict], direction: str, shape: str | None = None) -> dict | None:
+    found = [row for row in rows if row["direction"] == direction and shape in (None, row["shape"])]
+    return found[0] if found else None
+
+
+def _name(rows: list[dict]) -> str:
+    label = rows[0]["label"] + (" (interpreted)" if rows[0]["interpreted"] else "")
+    return f"**{label}**" if rows[0]["kind"] == "rung" else label
+
+
+def _ms(row: dict | None) -> str:
+    if row is None:
+        return "–"
+    ms = row["ms"]
+    return f"{ms['median']:.2f} ± {(ms['q3'] - ms['q1']) / 2:.2f}"
+
+
+def _rate(row: dict | None) -> str:
+    if row is None:
+        return "–"
+    rate = "–" if row["tflops"] is None else f"{row['tflops']:.0f}"
+    return f"{rate} ({row['ms']['median']:.2f})"
+
+
+def _pair(forward: dict | None, step: dict | None, key: str, text: Callable[[float], str]) -> str:
+    values = [row[key] if row else None for row in (forward, step)]
+    return " / ".join("–" if value is None else text(value) for value in values) if any(values) else "–"
+
+
+def _errors(errors: dict[str, float | None]) -> str:
+    if not errors:
+        return "–"
+    y, gradients = errors["y"], [error for name, error in errors.items() if name != "y"]
+    return f"{y:.2%} / {min(gradients):.2%}-{max(gradients):.2%}"
+
+
+def _share(shares: dict[str, float | None]) -> str:
+    if not shares:
+        return "–"
+    return "over" if None in shares.values() else f"{max(shares.values()):.2f}"
+
+
+def _markdown(header: list[str], lines: list[list[str]]) -> str:
+    """A table whose columns line up, so that it can be read before it is rendered too."""
+    widths = [max(2, *(len(line[column]) for line in [header, *lines])) for column in range(len(header))]
+    align = [str.ljust, *[str.rjust] * (len(header) - 1)]
+    padded = [[side(cell, width) for side, cell, width in zip(align, line, widths)] for line in [header, *lines]]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [padded[0], rule, *padded[1:]])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

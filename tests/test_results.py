@@ -1,0 +1,224 @@
+"""Benchmarks run end to end, refuse what is wrong, and reach the pages as numbers that nobody typed."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import render_results
+import torch
+from cases import on_cpu
+
+from mega_moe import LADDER
+from mega_moe.shapes import PRESETS
+
+ROOT = Path(__file__).resolve().parent.parent
+BENCH = ROOT / "tests" / "bench"
+
+
+@pytest.fixture
+def measuring(monkeypatch):
+    """tests/bench/measuring.py, which the benchmarks import from their own folder."""
+    monkeypatch.syspath_prepend(BENCH)
+    import measuring
+
+    return measuring
+
+
+# The benchmarks.
+
+
+@on_cpu
+def test_every_contestant_is_checked_timed_and_rendered(tmp_path):
+    command = [sys.executable, "-m", "pytest", str(BENCH), "-p", "no:cacheprovider"]
+    command.append(f"--benchmark-json={tmp_path / 'bench.json'}")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    report = json.loads((tmp_path / "bench.json").read_text())
+
+    rows = {(b["group"], b["extra_info"]["contestant"]): b for b in report["benchmarks"]}
+    contestants = {contestant for _, contestant in rows}
+    interpreted = {rung.name for rung in LADDER if rung.needs_triton}
+    assert {rung.name for rung in LADDER} | {"torch", "torch-compiled", "transformers", "cublas"} <= contestants
+
+    for (_, contestant), benchmark in rows.items():
+        info, stats = benchmark["extra_info"], benchmark["stats"]
+        assert stats["median"] > 0 and stats["rounds"] == len(stats["data"])
+        assert info["machine"]["torch"] == torch.__version__ and info["machine"]["date"] and info["method"]
+        assert info["interpreted"] == (contestant in interpreted)
+        assert info["tflops"] is None, "a CPU's rate is no rate"
+        if contestant != "cublas":
+            assert info["errors"] and all(error < 0.01 for error in info["errors"].values())
+    both, forward, backward = (
+        rows[f"tiny: {direction}", "grouped"]["stats"]["data"]
+        for direction in ("forward+backward", "forward", "backward")
+    )
+    assert both == pytest.approx([f + b for f, b in zip(forward, backward)], rel=1e-6)
+
+    record = render_results.record(report)
+    with pytest.raises(ValueError, match="only a GPU's times are results"):
+        render_results.save(record, tmp_path)
+    text = render_results.tables(record)
+    assert text in run.stdout, "the tables are printed last"
+    for label in ("mega_moe, grouped (interpreted)", "plain torch, eager", "dense GEMMs of the same flops"):
+        assert label in text
+
+
+def test_wrong_results_get_no_time(measuring):
+    from contestants import CONTESTANTS, Runner
+
+    plain = CONTESTANTS["torch"]
+
+    def off_by(share, inputs, dy):
+        runner = plain.start(inputs, dy)
+        return Runner(lambda: runner.forward() * (1 + share), runner.backward)
+
+    def broken(inputs, dy):
+        raise RuntimeError("out of memory")
+
+    measured = measuring.measure_layer(
+        PRESETS["tiny"].at(device="cpu"),
+        [
+            plain,
+            replace(plain, name="rounds elsewhere", start=partial(off_by, 0.015)),
+            replace(plain, name="wrong", start=partial(off_by, 0.03)),
+            replace(plain, name="rung over budget", start=partial(off_by, 0.015), kind="rung"),
+            replace(plain, name="broken", start=broken),
+            replace(plain, name="missing", why_not=lambda problem: "not installed"),
+        ],
+    )
+
+    assert {name for name, m in measured.items() if m.seconds} == {"torch", "rounds elsewhere"}
+    assert "no time without parity: y" in measured["wrong"].failure
+    assert "no time without parity: y" in measured["rung over budget"].failure
+    assert "out of memory" in measured["broken"].failure
+    assert measured["missing"].why_not == "not installed"
+
+
+def test_a_wrong_gemm_is_seen(measuring):
+    from gemms import make
+
+    from mega_moe.routing import plan
+
+    problem = PRESETS["tiny"].at(device="cpu")
+    ids = torch.randint(problem.E, (problem.T, problem.K), generator=torch.Generator().manual_seed(0))
+    for name, gemm in make(problem, plan(ids, problem.E)).items():
+        right = gemm.run("torch")()
+        wrong = right.clone()
+        wrong[-1] = 0  # the last row, or the last expert's gradient
+        good, bad = measuring.Measurement(), measuring.Measurement()
+        measuring.examine_gemm(good, gemm, "torch", right)
+        measuring.examine_gemm(bad, gemm, "torch", wrong)
+
+        assert good.errors["product"] < 0.005 and not good.failure, name
+        assert "no time without parity" in bad.failure, name
+
+
+def test_laps_are_cut_at_their_marks(measuring, monkeypatch):
+    now = iter([0.0, 1.0, 3.0, 7.0, 15.0])
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: next(now))
+
+    assert measuring.back_to_back(lambda mark: (mark(), mark()), 2, "cpu") == [[1.0, 2.0], [4.0, 8.0]]
+
+
+# The pages.
+
+
+def benchmarks(shape="qwen3-30b-a3b", device="NVIDIA H200", date="2026-12-01T10:00:00+00:00") -> dict:
+    """A report as pytest-benchmark writes it, with made-up times."""
+    problem = dict(T=16384, H=2048, I=768, E=128, K=8, W=1, dtype="bf16", routing="balanced")
+    machine = dict(device=device, torch="2.11.0", triton="3.6.0", python="3.12.3", date=date, transformers="5.17.0")
+    rows = []
+
+    def add(contestant, label, kind, direction, ms, tflops, share, gemm=None):
+        row = dict(shape=shape, problem=problem, direction=direction, contestant=contestant, label=label, kind=kind)
+        row |= dict(
+            interpreted=False, tflops=tflops, share_of_dense=share, gb_per_s=None, machine=machine, method="How"
+        )
+        row |= dict(gemm=gemm) if gemm else {}
+        if kind == "ceiling":
+            row |= dict(peak_bytes=None, errors={}, shares_of_budget={})
+        else:
+            row |= dict(
+                peak_bytes=2**31,
+                errors=dict(y=0.0029, dx=0.0026, dtopk_weights=0.003, dw_gate_up=0.0031, dw_down=0.0035),
+                shares_of_budget=dict(y=0.41, dx=0.5, dtopk_weights=0.2, dw_gate_up=0.3, dw_down=0.62),
+            )
+        seconds = dict(median=ms / 1e3, q1=ms / 1e3 - 1e-5, q3=ms / 1e3 + 3e-5, min=ms / 2e3, max=ms / 5e2, rounds=600)
+        rows.append({"extra_info": row, "stats": seconds | {"data": [ms / 1e3] * 600}})
+
+    for direction, ms, tflops in (("forward", 2.5, 495.0), ("backward", 5.0, 495.1), ("forward+backward", 7.5, 495.2)):
+        add("grouped", "mega_moe, grouped", "rung", direction, ms, tflops, 0.74)
+        add("torch", "plain torch, eager", "peer", direction, 2 * ms, tflops / 2, 0.37)
+        add("cublas", "dense GEMMs of the same flops", "ceiling", direction, 0.74 * ms, tflops / 0.74, 1.0)
+    add("grouped", "mega_moe, grouped", "rung", "product", 1.52, 543.2, 0.8, gemm="gate_up")
+    return {"benchmarks": rows}
+
+
+def test_a_report_becomes_tables():
+    text = render_results.tables(render_results.record(benchmarks()))
+
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    times = ["2.50 ± 0.02", "5.00 ± 0.02", "7.50 ± 0.02"]
+    assert ["**mega_moe, grouped**", *times, "495 / 495", "74% / 74%", "2048 / 2048", *lines[2][-2:]] == lines[2]
+    assert lines[2][-2:] == ["0.29% / 0.26%-0.35%", "0.62"]
+    assert lines[3][:2] == ["plain torch, eager", "5.00 ± 0.02"]
+    assert lines[4][-3:] == ["–", "–", "–"]  # a ceiling has no result to be wrong
+    assert ["**mega_moe, grouped**", "543 (1.52)"] in lines
+    assert "**NVIDIA H200**, 2026-12-01; torch 2.11.0, triton 3.6.0, transformers 5.17.0, python 3.12.3. How." in text
+    assert "T = 16384, H = 2048, I = 768, E = 128, K = 8, bf16" in text
+
+
+def test_the_readme_gets_one_table_for_all_shapes():
+    record = render_results.record(benchmarks("qwen3-30b-a3b"), benchmarks("qwen3-235b-a22b"))
+    header, _, grouped, *_ = render_results.summary(record).splitlines()
+
+    assert header.count("qwen3-30b-a3b") == header.count("qwen3-235b-a22b") == 2
+    assert [cell.strip() for cell in grouped.strip("|").split("|")][1:] == ["2.50 ± 0.02", "7.50 ± 0.02"] * 2
+
+
+def test_a_record_is_saved_read_and_rendered_alike(tmp_path):
+    record = render_results.record(benchmarks())
+    path = render_results.save(record, tmp_path)
+
+    assert path.name == "2026-12-01-nvidia-h200.json"
+    assert json.loads(path.read_text()) == record
+    assert "data" not in path.read_text()
+    page, _ = render_results.blocks(path).values()
+    assert page.startswith(render_results.tables(record)) and f"results/{path.name}" in page
+
+
+@pytest.mark.parametrize(
+    "reports, reason",
+    [
+        ([benchmarks(), benchmarks("qwen3-235b-a22b", device="NVIDIA H100")], "different machines"),
+        ([benchmarks(), benchmarks()], "two reports have times for qwen3-30b-a3b"),
+        ([{"benchmarks": []}], "no benchmarks"),
+    ],
+)
+def test_what_does_not_belong_together_is_refused(reports, reason):
+    with pytest.raises(ValueError, match=reason):
+        render_results.record(*reports)
+
+
+def test_only_what_is_between_the_markers_changes(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n\n{render_results.START}\nold\n{render_results.END}\n\nafter\n")
+
+    text = render_results.between_markers(page, "new")
+
+    assert text == f"before\n\n{render_results.START}\n\nnew\n\n{render_results.END}\n\nafter\n"
+    page.write_text("no markers")
+    with pytest.raises(ValueError, match="results:start"):
+        render_results.between_markers(page, "new")
+
+
+def test_the_pages_show_the_newest_record():
+    newest = max(render_results.RECORDS.glob("*.json"), default=None)
+    for page, block in render_results.blocks(newest).items():
+        assert page.read_text() == render_results.between_markers(page, block), f"run {render_results.__file__}"

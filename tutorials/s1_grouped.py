@@ -1,0 +1,479 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 1 · One launch for all experts
+#
+# [Lesson 0](s0_reference.md) looped over experts. This rung, `stage="grouped"`, has no loop: one launch multiplies the
+# rows of all experts, whatever number of rows each of them has, and the host never asks the device how many there are.
+#
+# You will learn
+#
+# - how to count what a loop over experts costs, and what the hardware would allow instead;
+# - how a kernel sorts routes by expert without sorting and without atomics;
+# - how a program finds out which expert its block of rows belongs to;
+# - how one kernel serves four of the six matrix products of training, and a second the other two.
+#
+# You need lesson 0, and a rough idea of Triton: a *program* works on a *tile*, and a launch starts a grid of programs.
+# Where there is no GPU the same kernels run in Triton's interpreter. It is slow, but right.
+
+# %%
+import difflib
+import inspect
+import json
+import os
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads this when it is imported, below
+
+from mega_moe import LADDER, Problem, moe, roofline, routing
+from mega_moe.kernels.blocks import blocks_of_target
+from mega_moe.kernels.combine import combine, dispatch_backward
+from mega_moe.kernels.dispatch import dispatch
+from mega_moe.kernels.grouped_gemm import grouped_gemm, weight_grad
+from mega_moe.kernels.plan import plan as make_plan
+from mega_moe.kernels.swiglu import swiglu, swiglu_backward
+from mega_moe.kernels.weights import readable
+from mega_moe.launches import launches
+from mega_moe.parity import Oracle, worst_row
+from mega_moe.samples import random_inputs
+from mega_moe.shapes import PRESETS, Inputs, Need
+from mega_moe.stages import s0_reference, s1_grouped
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+torch.set_default_device(device)
+torch.set_printoptions(precision=4, sci_mode=False)
+reference, grouped = LADDER[:2]
+
+
+def show(**tensors):
+    for name, tensor in tensors.items():
+        print(f"{name} {tuple(tensor.shape)}\n{tensor}\n")
+
+
+# %% [markdown]
+# The running example of lesson 0, in fp32 now, since kernels do not compute in float64:
+
+# %%
+x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [2.0, -1.0]])  # (T, H)
+topk_ids = torch.tensor([[0, 2], [1, 0], [0, -1], [2, 0]])  # (T, K)
+topk_weights = torch.tensor([[0.5, 0.5], [0.75, 0.25], [0.75, 0.25], [0.25, 0.75]])  # (T, K)
+w_gate = torch.tensor([[1.0, 1.0], [0.0, 2.0], [1.0, 0.0]])
+w_up = torch.tensor([[2.0, 1.0], [1.0, 1.0], [1.0, 1.0]])
+w_gate_up = torch.stack([w_gate, w_up], 1)[:, :, None]  # (E, 2, I, H)
+w_down = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, -1.0]])[..., None]  # (E, H, I)
+dy = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [1.0, -1.0]])
+T, K, E, H, I = 4, 2, 3, 2, 1
+
+# %% [markdown]
+# ## What the rung below costs
+#
+# **Launches.** Count what each rung gives the device to do, forward and backward together, as experts are added and
+# the tokens stay the same. A launch costs the host some microseconds; when the kernels are short the device runs dry.
+# And the loop of rung 0 *waits*: `row_start.tolist()` and every boolean mask need a number that only the device knows.
+
+
+# %%
+def launches_of(rung, experts):
+    problem = Problem(T=32, H=16, I=16, E=experts, K=2, dtype=torch.float32, device=device)
+    inputs, dy = random_inputs(problem)
+    _, saved = rung.forward(problem, inputs)
+    rung.backward(problem, inputs, saved, dy)  # once before counting: a first call compiles
+    return [
+        *launches(lambda: rung.forward(problem, inputs), device),
+        *launches(lambda: rung.backward(problem, inputs, saved, dy), device),
+    ]
+
+
+counts = {rung.name: {e: len(launches_of(rung, e)) for e in (2, 8, 32)} for rung in (reference, grouped)}
+for name, count in counts.items():
+    print(f"{name:9}", "   ".join(f"{e:2} experts: {n:3} launches" for e, n in count.items()))
+
+# %% [markdown]
+# Rung 1 launches these, always, in this order:
+
+# %%
+print(*launches_of(grouped, experts=4), sep="\n")
+
+# %% [markdown]
+# **Bytes and arithmetic.** What could the hardware do? A step cannot take less time than its arithmetic needs at the
+# full matrix rate, nor less than its bytes need at the full memory bandwidth; the longer of the two is its *bound*. The
+# upper bar of each pair adds up the bounds of five separate steps. The lower bar is the bound of a layer that reads
+# every input once, writes every result once, and keeps the rest on the chip: that is the *ceiling* to which all rungs
+# are compared.
+
+# %% tags=["hide-input"] alt="The time that the hardware allows for one layer, step by step and at once"
+INK = "#1f2430"
+STEP_COLOURS = dict(dispatch="#8a5a9e", gate_up="#2e6f9e", swiglu="#c0662b", down="#5f8a3a", combine="#b89b2f")
+
+h200, shape = roofline.ceiling("NVIDIA H200"), PRESETS["qwen3-30b-a3b"]
+
+
+def bound(cost):
+    """Milliseconds that a step needs at least, and whether its bytes decide."""
+    arithmetic, memory = cost.flops / (h200.tflops(shape.dtype) * 1e9), cost.bytes / (h200.gb_per_s * 1e6)
+    return max(arithmetic, memory), memory > arithmetic
+
+
+_, axes = plt.subplots(figsize=(10, 3.4), layout="constrained")
+for at, direction in ((3.4, "forward"), (1, "backward")):
+    start = 0
+    for step, cost in roofline.steps(shape, direction).items():
+        ms, memory_bound = bound(cost)
+        hatch = "///" if memory_bound else None
+        axes.barh(at, ms, left=start, color=STEP_COLOURS[step], edgecolor="white", hatch=hatch)
+        if direction == "forward":
+            axes.text(start + ms / 2, at + 0.5, step, ha="center", color=STEP_COLOURS[step], fontsize=9)
+        start += ms
+    allowed = roofline.allowed_ms(shape, direction, h200)
+    axes.barh(at - 0.9, allowed, color="#9aa0a8")
+    axes.text(start + 0.03, at, f"five steps: {start:.2f} ms", va="center", color=INK)
+    axes.text(allowed + 0.03, at - 0.9, f"at once: {allowed:.2f} ms", va="center", color=INK)
+axes.set_yticks([2.95, 0.55], ["forward", "backward"])
+axes.set(xlabel="ms that an H200 needs at least, by its data sheet (hatched: memory decides)", xlim=(0, 3.8))
+axes.spines[["top", "right", "left"]].set_visible(False)
+axes.tick_params(left=False)
+plt.show()
+
+# %% [markdown]
+# Most of the time is matrix products, even at the ceiling. So the first thing to get right is one fast product for all
+# experts, and the first thing to get rid of is whatever keeps the device from running it. That is this rung. The
+# hatched bars stay: they are what the rungs above take away.
+#
+# ## The plan, made on the device
+#
+# Lesson 0 sorted the routes on the host's command: `argsort`, `bincount`, a mask. We want the same four arrays from one
+# launch, with nothing read by the host. Two observations make it small:
+#
+# - Expert e's rows start after the rows of all experts below e. So its first row is a *count*: how many routes go to
+#   an expert below e.
+# - Within an expert, rows are in the order of the routes. So a route's row is the first row plus *how many of its
+#   expert's routes come before it*: a running sum.
+#
+# Let one program do both for one expert: a first pass over the routes that counts, a second that places. Programs never
+# talk to each other, nothing is added atomically, and the order is the same on every run. Masked routes count as one
+# more expert, the last. On our example (route 2t + k is token t, slot k):
+
+# %%
+routes = [e if e >= 0 else E for e in topk_ids.flatten().tolist()]
+print(f"expert of each route: {routes}\n")
+for program in range(E + 1):
+    first = sum(e < program for e in routes)
+    own = [route for route, e in enumerate(routes) if e == program]
+    placed = ", ".join(f"{route} -> {first + n}" for n, route in enumerate(own))
+    print(f"program {program}: {first} routes below, so row_start[{program}] = {first}; route -> row: {placed}")
+
+# %% [markdown]
+# Program 3 places the masked route behind all others, in a row without a token. The kernel is those two passes, in
+# blocks of routes, with `tl.cumsum` for the running sum:
+#
+# ```python
+# --8<-- "mega_moe/kernels/plan.py:kernel"
+# ```
+#
+# E programs read R routes each, twice. That is wasteful on paper; but the programs run side by side, the ids stay in
+# the cache, and nothing waits for the host. The plan in plain torch, `mega_moe.routing.plan`, is this kernel's
+# specification, and they agree to the bit:
+
+# %%
+plan = make_plan(topk_ids, E)
+show(**plan._asdict())
+for ours, specified in zip(plan, routing.plan(topk_ids, E)):
+    assert torch.equal(ours, specified)
+
+# %% [markdown]
+# Compared with lesson 0, one row more: R is T*K now, eight, because a size that depended on the routing would have to
+# travel to the host. Row 7 belongs to nobody: its token is -1, nothing writes it and nothing reads it.
+#
+# ## Which expert does a block of rows belong to?
+#
+# A program of the grouped GEMM multiplies a block of, say, 128 rows by one expert's weight. So a block may not reach
+# over from one expert to the next: each expert's last block may be partly empty. The host, which launches the grid,
+# does not know how many rows any expert has. It needs a number of blocks that is enough for *every* routing, and a
+# program needs to find its expert from its number alone. One formula does both:
+#
+# $$\mathrm{first\_block}(e) = \left\lfloor \frac{\mathrm{row\_start}[e]}{B} \right\rfloor + e$$
+#
+# with B rows a block. In words: as many whole blocks as fit before the expert, plus one spare for each expert below.
+# Here is our example with B = 2:
+
+
+# %%
+def rows_of_block(block, row_start, B):
+    """The expert of a block, its first row, and the end of the expert's rows."""
+    first_block = [start // B + e for e, start in enumerate(row_start[:-1])]
+    expert = sum(first <= block for first in first_block) - 1
+    return expert, row_start[expert] + (block - first_block[expert]) * B, row_start[expert + 1]
+
+
+B = 2
+row_start = plan.row_start.tolist()
+blocks = T * K // B + E
+for block in range(blocks):
+    expert, row, end = rows_of_block(block, row_start, B)
+    holds = f"rows {row} to {min(row + B, end) - 1}" if row < end else "nothing"
+    print(f"block {block}: expert {expert}, first row {row}, end {end}: {holds}")
+
+# %% tags=["hide-input"] alt="Seven blocks of two rows; three are full, one is half full and three are empty"
+COLOURS = ["#2e6f9e", "#c0662b", "#5f8a3a"]  # experts 0, 1, 2 in every figure
+_, axes = plt.subplots(figsize=(10, 2.7), layout="constrained")
+for block in range(blocks):
+    expert, first_row, end = rows_of_block(block, row_start, B)
+    for place in range(B):
+        row, at = first_row + place, block * (B + 0.5) + place
+        live = row < end
+        colour = COLOURS[expert]
+        style = dict(facecolor=colour, edgecolor="white") if live else dict(fill=False, edgecolor=colour, hatch="///")
+        axes.add_patch(plt.Rectangle((at, 0), 1, 1, linewidth=1.5, **style))
+        if live:
+            axes.text(at + 0.5, 0.5, f"row {row}", ha="center", va="center", color="white")
+    middle = block * (B + 0.5) + B / 2
+    axes.text(middle, 1.15, f"block {block}", ha="center", color=INK)
+    axes.text(middle, -0.35, f"expert {expert}", ha="center", color=COLOURS[expert], weight="bold")
+    if block in [row_start[e] // B + e for e in range(E)]:
+        formula = rf"first block: $\lfloor {row_start[expert]}/{B} \rfloor + {expert}$"
+        axes.text(middle, -0.75, formula, ha="center", color=COLOURS[expert], fontsize=9)
+axes.set(xlim=(-0.2, blocks * (B + 0.5)), ylim=(-1, 1.5))
+axes.axis("off")
+plt.show()
+
+# %% [markdown]
+# Why is it always enough? An expert with $n$ rows needs $\lceil n/B \rceil$ blocks. It has the blocks up to the next
+# expert's first:
+#
+# $$\left\lfloor \frac{s + n}{B} \right\rfloor + (e + 1) - \left\lfloor \frac{s}{B} \right\rfloor - e
+#   \;\ge\; \left\lfloor \frac{n}{B} \right\rfloor + 1 \;\ge\; \left\lceil \frac{n}{B} \right\rceil$$
+#
+# since the floor of a sum is at least the sum of the floors. First blocks grow from expert to expert, so the expert of
+# a block is found by counting: how many first blocks are at or before it, less one. And all experts together end at
+# block $\lfloor R/B \rfloor + E$: that is the grid, whatever the router does. Not convinced? Let chance try:
+
+# %%
+generator = torch.Generator(device).manual_seed(0)
+for trial in range(500):
+    rows_of_expert = torch.randint(9, (5,), generator=generator).tolist()
+    starts = [sum(rows_of_expert[:e]) for e in range(6)]
+    B_tried = 1 + trial % 4
+    covered = []
+    for block in range(starts[-1] // B_tried + 5):
+        expert, row, end = rows_of_block(block, starts, B_tried)
+        assert starts[expert] <= row
+        covered += range(row, min(row + B_tried, end))
+    assert covered == list(range(starts[-1]))
+print("500 routings: every row in exactly one block, and no block over two experts")
+
+# %% [markdown]
+# A block with nothing to do costs a program that reads E numbers and leaves. The same in Triton, all experts at once
+# in a vector:
+#
+# ```python
+# --8<-- "mega_moe/kernels/tile.py:rows_of_block"
+# ```
+#
+# ## The grouped GEMM
+#
+# With that, one matrix product for all experts is an ordinary one, whose weight is chosen at the top:
+#
+# ```text
+# for each block of rows, for each block of columns:          one program
+#     expert, row, end = rows_of_block(...)
+#     acc = 0
+#     for each block of the contraction:
+#         acc += a[rows, c] @ w[expert][columns, c]^T
+#     out[rows, columns] = acc                                rows before end only
+# ```
+#
+# ```python
+# --8<-- "mega_moe/kernels/grouped_gemm.py:rows"
+# ```
+#
+# Two details repay a second look. Rows behind the end of the expert are not masked on the way in: their loads repeat
+# the last row, whose values are there anyway, and only the store is masked. And addresses are computed in 64 bits: R
+# times H passes $2^{31}$ sooner than one thinks.
+#
+# Forward is now five launches after the plan. `readable` gives a weight's matrices as they lie in memory, (E, rows,
+# columns), without a copy where the hardware can read them so.
+
+# %%
+rows = dispatch(x, plan)
+pre = grouped_gemm(rows, readable(w_gate_up), plan).unflatten(1, (2, I))
+act = swiglu(pre, plan, None)
+out = grouped_gemm(act, readable(w_down), plan)
+y = combine(out, topk_weights, plan)
+
+live = plan.row_start[-1]
+show(pre=pre[:live].squeeze(-1), act=act[:live], y=y)
+
+# %% [markdown]
+# Compare with lesson 0: the same numbers, row by row.
+#
+# ## Backward: the same kernel, and one more
+#
+# Forward has two products, gate_up and down. Backward has two for each: one gives the gradient of its rows, the other
+# the gradient of its weight. Of these six, four go *over rows* and are one kernel:
+#
+# | product | rows | times | gives |
+# |---|---|---|---|
+# | gate_up | rows (R, H) | w_gate_up[e]ᵀ | pre (R, 2I) |
+# | down | act (R, I) | w_down[e]ᵀ | out (R, H) |
+# | down, backward | dy_rows (R, H) | w_down[e] | dact (R, I) |
+# | gate_up, backward | dpre (R, 2I) | w_gate_up[e] | drows (R, H) |
+#
+# The last two want the weight without its transposition. Nothing is re-laid for that: `w.mT` is a view with two strides
+# swapped, and the kernel takes strides.
+#
+# Weight gradients are another matter. There the rows are what is *summed over*:
+#
+# $$\mathrm{dw}[e] = \sum_{r\ \text{of}\ e} a_r^{\top}\, b_r$$
+#
+# One program owns one tile of one expert's gradient and walks over that expert's rows alone. No two programs add to the
+# same number, so there are no atomics and the sum has one order. An expert without rows has a loop of no steps, and
+# stores its zeros: a gradient is never left as memory happened to be.
+#
+# ```python
+# --8<-- "mega_moe/kernels/grouped_gemm.py:weight_grad"
+# ```
+
+# %%
+dy_rows = dispatch(dy, plan)
+dact = grouped_gemm(dy_rows, readable(w_down).mT, plan)
+dpre, weighted_act, dtopk_weights = swiglu_backward(dact, pre, topk_weights, plan, None, Need())
+dw_down = weight_grad(dy_rows, weighted_act, plan)
+drows = grouped_gemm(dpre.flatten(1), readable(w_gate_up).mT, plan)
+dx = dispatch_backward(drows, plan)
+dw_gate_up = weight_grad(dpre.flatten(1), rows, plan).view_as(w_gate_up)
+show(dtopk_weights=dtopk_weights, dx=dx, dw_down=dw_down.squeeze(-1))
+
+# %% [markdown]
+# `swiglu_backward` makes three results in one pass, because each row's `pre` and `dact` are at hand only once: dpre
+# with the router's weight, the weighted act for `dw_down`, and the router's own gradient $\langle\mathrm{dact},
+# \mathrm{act}\rangle$. A program owns whole rows and walks over their columns, so that this sum, too, has one owner.
+#
+# ??? abstract "The kernel"
+#     ```python
+#     --8<-- "mega_moe/kernels/swiglu.py:backward"
+#     ```
+#
+# ## The rung, as a difference
+#
+# Put together, this is the recipe of `stage="grouped"`. What it has learnt since rung 0, by `difflib`:
+
+# %% tags=["hide-input"]
+recipes = [
+    "\n\n".join(inspect.getsource(function).rstrip() for function in (stage.forward, stage.backward)).splitlines()
+    for stage in (s0_reference, s1_grouped)
+]
+print(*difflib.unified_diff(*recipes, "stages/s0_reference.py", "stages/s1_grouped.py", lineterm="", n=9), sep="\n")
+
+# %% [markdown]
+# To a user it is one word. Ask for either rung and get the same layer, gradients included:
+
+# %%
+for stage in ("reference", "grouped"):
+    leaves = [t.clone().requires_grad_() for t in (x, topk_weights, w_gate_up, w_down)]
+    moe(leaves[0], topk_ids, *leaves[1:], stage=stage).backward(dy)
+    grads = [f"{grad:.4f}" for grad in leaves[1].grad.flatten()]
+    print(f"{stage:9} dtopk_weights", *grads)
+
+# %% [markdown]
+# ## Is it right?
+#
+# Two numbers in agreement prove little, and "close enough" needs a yardstick. Ours is measured: run the reference in
+# float64 for the truth, run it again in bf16 to see what bf16 costs on these very inputs, and give a rung twice that. A
+# rung is judged by its *worst row*, as a share of that budget; up to 1 passes. [Parity](../parity.md) explains why.
+
+# %%
+problem = PRESETS["tiny"].at(device=device)  # bf16
+inputs, tiny_dy = random_inputs(problem)
+oracle = Oracle(problem, inputs, tiny_dy)
+results = {}
+for rung in (reference, grouped):
+    tiny_y, saved = rung.forward(problem, inputs)
+    results[rung.name] = tiny_y, rung.backward(problem, inputs, saved, tiny_dy)
+    verdict = oracle.check(*results[rung.name])
+    shares = "   ".join(f"{name} {share:.2f}" for name, share in verdict.shares.items())
+    print(f"{rung.name:9} {shares}   {'passed' if verdict.passed else 'FAILED'}")
+    assert verdict.passed
+
+# %% [markdown]
+# A yardstick is worth something if it can say no. Drop one of the 128 routes, as a kernel with a wrong mask would. The
+# norm of the whole y hardly notices, and many a test suite would let it pass; the worst row does notice:
+
+# %%
+dropped = inputs.topk_ids.clone()
+dropped[17, 1] = -1
+y_dropped, saved = grouped.forward(problem, Inputs(**{**vars(inputs), "topk_ids": dropped}))
+error = (y_dropped - oracle.truth["y"]).norm() / oracle.truth["y"].norm()
+verdict = oracle.check(y_dropped, results["grouped"][1])
+print(f"error in the norm of the whole y  {error:.1%}")
+print(f"error of the worst row            {worst_row(y_dropped, oracle.truth['y']):.1%}")
+print(f"as a share of the budget          {verdict.shares['y']:.1f}, failed: {verdict.failed}")
+assert verdict.failed == ["y"]
+
+# %% [markdown]
+# ## Is it fast?
+#
+# The interpreter's times say nothing about a GPU, so the times here are from [recorded runs](../results.md), beside the
+# plain torch path that people run today and the dense products of the same flops. How they are taken is
+# [a page of its own](../measuring.md).
+
+# %% tags=["hide-input"]
+records = sorted(Path("docs/results").glob("*.json"))
+if records:
+    record = json.loads(records[-1].read_text())
+    machine = record["machine"]
+    print(f"{machine['device']}, {machine['date']}, torch {machine['torch']}, triton {machine['triton']}, medians")
+    for shape in record["problems"]:
+        print(f"\n{shape:36}{'forward':>22}{'forward + backward':>22}")
+        times = {(r["contestant"], r["direction"]): r for r in record["rows"] if r["shape"] == shape and not r["gemm"]}
+        for contestant in ("reference", "grouped", "torch", "torch-compiled", "cublas"):
+            both = [times.get((contestant, direction)) for direction in ("forward", "forward+backward")]
+            if all(both):
+                cells = [f"{row['ms']['median']:.2f} ms, {row['tflops']:3.0f} TF/s" for row in both]
+                print(f"{both[0]['label']:36}{cells[0]:>22}{cells[1]:>22}")
+else:
+    print("Nothing is recorded yet. On a GPU, `make bench` measures.")
+
+# %% [markdown]
+# What is left to gain is in the figure above, hatched: rows, pre, act and out still go to memory and back between
+# kernels that do nothing else with them, and each of those kernels is a launch. The next rung starts there: it does
+# SwiGLU while gate and up are still in registers.
+#
+# ## Exercise
+#
+# On an H200 a block holds 128 rows. Take the busy and the idle experts of lesson 0: 16,384 tokens, 8 of 128 experts,
+# once balanced and once by Zipf's law.
+#
+# 1. How many blocks does the host launch? How many of them hold rows?
+# 2. A partly filled block multiplies all of its 128 rows. What share of the multiplication is padding?
+# 3. Why does the host not launch exactly the blocks that hold rows?
+#
+# ??? success "Answer"
+#     1. It launches $\lfloor R/128 \rfloor + E = 1024 + 128 = 1152$, always. Balanced, every expert has 1,024 rows,
+#        which is eight full blocks: 1,024 blocks hold rows, and 128 programs (for each block of columns) leave at once.
+#        By Zipf's law about 1,087 hold rows.
+#     2. Balanced: none. Zipf: on average half a block for each expert, 64 of the mean 1,024 rows, so about 6 %. It
+#        grows as experts get more and tokens fewer: with 64 rows an expert, half of a block of 128 is padding.
+#     3. It does not know how many there are. The number is on the device, and to fetch it the host would have to wait
+#        for everything it has queued before: all kernels of the layers below.
+
+# %%
+BLOCK_R = blocks_of_target("sm_90", torch.bfloat16).rows.BLOCK_R
+routing_only = PRESETS["qwen3-30b-a3b"].at(H=1, I=1, device=device, dtype=torch.float32)
+for name in ("balanced", "zipf"):
+    ids = random_inputs(routing_only, name)[0].topk_ids
+    rows_of_expert = ids.flatten().bincount(minlength=routing_only.E)
+    holding = ((rows_of_expert + BLOCK_R - 1) // BLOCK_R).sum().item()
+    launched = routing_only.R // BLOCK_R + routing_only.E
+    padding = 1 - routing_only.R / (holding * BLOCK_R)
+    print(f"{name:8} {launched} blocks launched, {holding} hold rows, {padding:.1%} of the multiplication is padding")
+    assert holding <= launched == 1152 and padding < 0.07
