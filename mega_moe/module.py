@@ -105,7 +105,7 @@ class MoE(nn.Module):
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x (..., H) -> topk_ids (T, K) int64, topk_weights (T, K) fp32, logits (T, E) for auxiliary losses."""
-        logits = self.gate(x.flatten(0, -2))
+        logits = self.gate(x.reshape(-1, x.shape[-1]))
         return *route(logits, self.top_k, self.norm_topk_prob), logits
 
     def forward(self, x: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ class MoE(nn.Module):
         topk_ids, topk_weights, _ = self.route(x)
         w_gate_up = self.experts.gate_up_proj.unflatten(1, (2, -1))
         y = moe(
-            x.flatten(0, -2),
+            x.reshape(-1, x.shape[-1]),
             topk_ids,
             topk_weights,
             w_gate_up,

@@ -102,7 +102,7 @@ def swiglu_backward(dact: Tensor, weight_of_row: Tensor, pre: Tensor, swiglu_lim
     dup = d * gate * s
     dgate = d * up * (s + gate * s * (1 - s))
     if swiglu_limit is not None:
-        raw_gate, raw_up = pre.unbind(1)
+        raw_gate, raw_up = pre.to(gate.dtype).unbind(1)  # as wide as clamp saw them: bf16 may not hold the limit
         dgate = torch.where(raw_gate <= swiglu_limit, dgate, 0)
         dup = torch.where(raw_up.abs() <= swiglu_limit, dup, 0)
     return torch.stack([dgate, dup], 1).to(pre.dtype)

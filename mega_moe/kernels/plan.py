@@ -45,10 +45,10 @@ def plan_kernel(
     """
     expert = tl.program_id(0)
 
-    first = 0
+    below = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, R, BLOCK):
-        experts = experts_of_routes(topk_ids_ptr, start + tl.arange(0, BLOCK), R, E)
-        first += tl.sum((experts < expert).to(tl.int32))
+        below += (experts_of_routes(topk_ids_ptr, start + tl.arange(0, BLOCK), R, E) < expert).to(tl.int32)
+    first = tl.sum(below)
     tl.store(row_start_ptr + expert, first)
 
     next_row = first

@@ -50,7 +50,8 @@ def swiglu_kernel(
         i = start + tl.arange(0, BLOCK_N)
         mask = live[:, None] & (i < I)[None, :]
         gate, up, _, _ = load_gate_up(pre_ptr, row, i, mask, LIMIT, I)
-        act = gate * sigmoid(gate) * up
+        s, _ = sigmoid(gate)
+        act = gate * s * up
         to_act = act_ptr + row.to(tl.int64)[:, None] * I + i[None, :]
         tl.store(to_act, narrow(act, act_ptr.dtype.element_ty), mask=mask)
 
@@ -98,7 +99,7 @@ def swiglu_backward_kernel(
         i = start + tl.arange(0, BLOCK_N)
         mask = live[:, None] & (i < I)[None, :]
         gate, up, gate_passes, up_passes = load_gate_up(pre_ptr, row, i, mask, LIMIT, I)
-        s = sigmoid(gate)
+        s, one_minus_s = sigmoid(gate)
         act = gate * s * up
         at_row = row.to(tl.int64)[:, None] * I + i[None, :]
         if WEIGHTED_ACT:
@@ -109,7 +110,7 @@ def swiglu_backward_kernel(
             dweight += tl.sum(dact * act, 1)
         if DPRE:
             d = weight * dact
-            dgate = tl.where(gate_passes, d * up * (s + gate * s * (1.0 - s)), 0.0)
+            dgate = tl.where(gate_passes, d * up * (s + gate * s * one_minus_s), 0.0)
             dup = tl.where(up_passes, d * gate * s, 0.0)
             at_gate = dpre_ptr + row.to(tl.int64)[:, None] * (2 * I) + i[None, :]
             tl.store(at_gate, narrow(dgate, dpre_ptr.dtype.element_ty), mask=mask)

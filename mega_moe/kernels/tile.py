@@ -16,10 +16,18 @@ def dot(a, b, acc):
     """acc + a @ b in fp32. fp32 operands are multiplied as IEEE fp32, never as TF32.
 
     a: (M, C), b: (C, N), acc: (M, N) fp32.
+
+    Without matrix instructions the C products of an entry are added one after another, and adding all of a long
+    contraction that way loses a bit or two to a library that splits it. So fp32 sums each block by itself and then adds
+    the blocks. (A minus, twice, says so to the compiler, which turns acc + dot(a, b) back into one long chain.)
     """
-    if INTERPRETED:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")
+    if a.dtype == tl.float32:
+        acc -= tl.dot(-a, b, input_precision="ieee")
+    elif INTERPRETED:
+        acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
+    else:
+        acc = tl.dot(a, b, acc)
+    return acc
 
 
 @triton.jit
@@ -58,5 +66,18 @@ def rows_of_block(block, row_start_ptr, E, BLOCK_R: tl.constexpr, BLOCK_E: tl.co
 
 @triton.jit
 def sigmoid(z):
-    """1 / (1 + exp(-z)) in fp32; 0 and 1 at the ends of the range, never NaN for a finite z."""
-    return 1.0 / (1.0 + tl.exp(-z))
+    """s = 1 / (1 + exp(-z)) and 1 - s in fp32, to about the last bit; 0 and 1 at the ends, NaN for NaN alone.
+
+    A GPU has exp2. Rounding -z * log2(e) costs exp a relative error of |z| * 2^-24; `lost` is what the rounding (and
+    log2(e) itself, in fp32) left out. The division is IEEE's: the fast one is off by two units in the last place. And
+    1 - s, which the derivative multiplies by z, keeps its bits as exp(-z) * s where s is near 1.
+    """
+    log2_e: tl.constexpr = 1.4426950216293335
+    log2_e_rest: tl.constexpr = 1.925963033500996e-08
+    ln_2: tl.constexpr = 0.6931471805599453
+    t = -z * log2_e
+    lost = -(tl.fma(z, log2_e, t) + z * log2_e_rest)
+    lost = tl.where(tl.abs(t) < 150.0, lost, 0.0)  # beyond, exp2 is 0 or infinite and a correction could only spoil it
+    exp = tl.exp2(t) * (1.0 + lost * ln_2)
+    s = tl.div_rn(1.0, 1.0 + exp)
+    return s, tl.where(exp < 1.0, exp * s, 1.0 - s)

@@ -1,0 +1,302 @@
+"""Compile every kernel for GPUs that are not here, and say what each of them needs there.
+
+    python -m tests.kernels.cross_compile --target sm_90 gfx942
+    python -m tests.kernels.cross_compile --target sm_90 --kernel grouped_gemm_kernel --blocks BLOCK_N=128,num_warps=4
+
+No GPU takes part. Every rung runs forward and backward on meta tensors (shapes without memory) with a driver that
+claims to be the target, so the launchers choose the target's block sizes; each launch is recorded instead of made, and
+Triton's own warm-up compiles it, specialised on alignment, unit strides and constants exactly as a real first call
+would. So nothing here lists kernels or forms: what the stages launch is what is compiled. (It also holds the stages to
+reading nothing on the host: a meta tensor has no values.)
+
+Matrix instructions must be there where a kernel multiplies (fp32 does without: IEEE fp32 has none on NVIDIA), shared
+memory must fit, ptxas must not have serialised matrix instructions, and nothing may spill. What fails is printed as a
+fault, and the exit code is 1.
+
+Run it in a process of its own without TRITON_INTERPRET: interpreted kernels cannot be compiled.
+"""
+
+import argparse
+import contextlib
+import importlib
+import inspect
+import io
+import itertools
+import json
+import pkgutil
+import re
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from mega_moe import kernels
+from mega_moe.registry import LADDER
+from mega_moe.shapes import PRESETS, Inputs, Need, Problem
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU to compile for: what Triton calls it, its matrix instruction, and the shared memory of one program."""
+
+    triton: GPUTarget
+    matrix: str
+    shared: int  # bytes
+
+
+TARGETS = {
+    "sm_90": Target(GPUTarget("cuda", 90, 32), "wgmma.mma_async", 227 * 1024),
+    "sm_100": Target(GPUTarget("cuda", 100, 32), "tcgen05.mma", 227 * 1024),
+    "gfx942": Target(GPUTarget("hip", "gfx942", 64), "v_mfma", 64 * 1024),
+    "gfx950": Target(GPUTarget("hip", "gfx950", 64), "v_mfma", 160 * 1024),
+}
+
+LAYERS = {name: PRESETS[name] for name in ("qwen3-30b-a3b", "qwen3-235b-a22b")} | {
+    # No size is a multiple of a block, so every tail mask is compiled; rows are still aligned to 16 bytes.
+    "tails": Problem(T=4099, H=2896, I=1424, E=96, K=6, swiglu_limit=7.0),
+    # No size divides anything, and rows are not aligned: right, but no tile is loaded in wide accesses.
+    "odd": Problem(T=1003, H=1001, I=333, E=5, K=3, swiglu_limit=7.0),
+    # The smallest there is: one token, one expert.
+    "one": Problem(T=1, H=16, I=16, E=1, K=1),
+}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way in which a stage launches a kernel: as many as there are specialisations to compile."""
+
+    kernel: JITFunction
+    args: tuple
+    kwargs: dict
+
+    @property
+    def constants(self) -> dict[str, object]:
+        """The constexpr arguments by name, and the options of the launch."""
+        bound = dict(zip(self.kernel.arg_names, self.args)) | self.kwargs
+        runtime = {p.name for p in self.kernel.params if not p.is_constexpr}
+        return {name: value for name, value in bound.items() if name not in runtime}
+
+    @property
+    def name(self) -> str:
+        """The kernel with what tells its forms apart: grouped_gemm_kernel(C=2048, N=1536, ...)."""
+        absent = [n for n, a in zip(self.kernel.arg_names, self.args) if a is None]
+        return f"{self.kernel.__name__}({', '.join(f'{k}={v}' for k, v in self.constants.items())})" + "".join(
+            f" without {name.removesuffix('_ptr')}" for name in absent
+        )
+
+    @property
+    def multiplies_in_half(self) -> bool:
+        """Whether it contains a matrix product of bf16 or fp16, as a GPU has instructions for."""
+        half = any(isinstance(a, torch.Tensor) and a.dtype in (torch.bfloat16, torch.float16) for a in self.args)
+        return half and re.search(r"\bdot\(", self.kernel.src) is not None
+
+    def key(self) -> str:
+        """Equal for launches that compile to the same code, as far as one layer's launches can differ."""
+        facts = [(a.dtype, a.data_ptr() % 16) if isinstance(a, torch.Tensor) else a for a in self.args]
+        return f"{self.kernel.__module__}.{self.kernel.__name__} {facts} {self.kwargs}"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a form needs on its target. Registers are those of one thread; bytes those of one program or thread."""
+
+    form: str
+    kernel: str
+    registers: int
+    spills: int  # bytes a thread on NVIDIA, registers a wave on AMD
+    scratch: int  # bytes of stack a thread
+    shared: int
+    matrix_instructions: int
+    seconds: float
+    faults: list[str]
+
+
+class Pretended:
+    """A Triton driver for a GPU that is not here: it names the target, and cannot launch."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGETS[self.name].triton
+
+    def get_current_device(self) -> str:
+        return self.name  # Triton keeps compiled kernels by device
+
+    def get_current_stream(self, device: str) -> int:
+        return 0
+
+
+def forms(target: str, problem: Problem) -> list[Form]:
+    """Every form in which any rung launches a kernel for this problem, whatever gradients are needed."""
+    launched: list[Form] = []
+    run = JITFunction.run
+    JITFunction.run = lambda self, *args, grid, warmup, **kwargs: launched.append(Form(self, args, kwargs))
+    try:
+        driver.set_active(Pretended(target))
+        inputs = meta_inputs(problem)
+        for rung in LADDER:
+            if rung.needs_triton:
+                y, saved = rung.forward(problem, inputs)
+                for needed in list(itertools.product([True, False], repeat=4))[:-1]:  # all but none
+                    rung.backward(problem, inputs, saved, torch.empty_like(y), Need(*needed))
+    finally:
+        JITFunction.run = run
+    return list({form.key(): form for form in launched}.values())
+
+
+def meta_inputs(problem: Problem) -> Inputs:
+    """Inputs without memory."""
+    p = problem
+    empty = lambda *shape, dtype=p.dtype: torch.empty(shape, dtype=dtype, device="meta")
+    return Inputs(
+        empty(p.T, p.H),
+        empty(p.T, p.K, dtype=torch.int64),
+        empty(p.T, p.K, dtype=torch.float32),
+        empty(p.E, 2, p.I, p.H),
+        empty(p.E, p.H, p.I),
+    )
+
+
+def compile_form(target: str, form: Form, may_spill: bool = False) -> Compiled:
+    """Compile and measure one form. Raises what Triton raises."""
+    driver.set_active(Pretended(target))
+    triton.knobs.compilation.always_compile = True  # whatever a file has kept
+    form.kernel.device_caches.clear()  # whatever this process has kept: another layer's form may be the same
+    triton.knobs.nvidia.dump_ptxas_log = True  # to stdout, when ptxas runs
+    stdout, start = io.StringIO(), time.perf_counter()
+    with contextlib.redirect_stdout(stdout):
+        compiled = form.kernel.warmup(*form.args, grid=(1,), **form.kwargs)
+    seconds, log = time.perf_counter() - start, stdout.getvalue()
+
+    if TARGETS[target].triton.backend == "cuda":
+        assembly = compiled.asm["ptx"]
+        number = lambda pattern: int(re.search(pattern, log)[1])
+        registers = number(r"Used (\d+) registers")
+        spills = number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads")
+        scratch = number(r"(\d+) bytes stack frame")
+    else:
+        assembly = compiled.asm["amdgcn"]
+        number = lambda name: int(re.search(rf"\.{name}:\s+(\d+)", assembly)[1])
+        registers = number("vgpr_count")
+        spills = number("vgpr_spill_count") + number("sgpr_spill_count")
+        scratch = number("private_segment_fixed_size")
+    shared, matrix = compiled.metadata.shared, TARGETS[target].matrix
+
+    faults = [line.strip() for line in log.splitlines() if re.search(r"\bC75\d\d\b", line)]
+    if (spills or scratch) and not may_spill:
+        faults.append("spills")
+    if shared > TARGETS[target].shared:
+        faults.append(f"{shared} bytes of shared memory, of {TARGETS[target].shared}")
+    if form.multiplies_in_half and matrix not in assembly:
+        faults.append(f"no {matrix}")
+    return Compiled(
+        form=form.name,
+        kernel=form.kernel.__name__,
+        registers=registers,
+        spills=spills,
+        scratch=scratch,
+        shared=shared,
+        matrix_instructions=assembly.count(matrix),
+        seconds=round(seconds, 1),
+        faults=faults,
+    )
+
+
+def jit_functions() -> dict[str, JITFunction]:
+    """Every Triton function that lives in mega_moe.kernels, by name."""
+    found = {}
+    for info in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
+        module = importlib.import_module(info.name)
+        for name, member in inspect.getmembers(module, lambda m: isinstance(m, JITFunction)):
+            if member.__module__ == module.__name__:
+                found[name] = member
+    return found
+
+
+def forgotten(launched: list[Form]) -> list[str]:
+    """Triton functions that no stage launches and no other Triton function calls."""
+    functions = jit_functions()
+    names = {form.kernel.__name__ for form in launched}
+    called = lambda name: any(re.search(rf"\b{name}\(", f.src) for n, f in functions.items() if n != name)
+    return [name for name in functions if name not in names and not called(name)]
+
+
+def with_blocks(form: Form, blocks: dict[str, int]) -> Form:
+    """The form with other block sizes, where it has them."""
+    return replace(form, kwargs=form.kwargs | {k: v for k, v in blocks.items() if k in form.kwargs})
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--target", choices=TARGETS, nargs="+", default=["sm_90"])
+    parser.add_argument("--rotate", choices=TARGETS, nargs="+", default=[], help="each form also for one of these")
+    parser.add_argument("--layer", choices=LAYERS, nargs="+", default=["qwen3-30b-a3b"])
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--kernel", help="only this kernel")
+    parser.add_argument("--blocks", default="", help="other sizes than those in blocks.py: BLOCK_N=128,num_warps=4")
+    parser.add_argument("--may-spill", action="store_true", help="spilling is no fault")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    return parser.parse_args(argv)
+
+
+def jobs_of(arguments: argparse.Namespace) -> list[tuple[str, Form]]:
+    """What to compile: (target, form)."""
+    jobs = []
+    for layer in arguments.layer:
+        problem = LAYERS[layer].at(dtype=DTYPES[arguments.dtype], device="meta")
+        jobs += [(target, form) for target in arguments.target for form in forms(target, problem)]
+        turns = zip(*(forms(target, problem) for target in arguments.rotate), strict=True)
+        for i, forms_in_turn in enumerate(turns):
+            at = i % len(arguments.rotate)
+            jobs.append((arguments.rotate[at], forms_in_turn[at]))
+    return jobs
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print a table, or JSON; 0 if everything compiled without a fault."""
+    if triton.knobs.runtime.interpret:
+        print("TRITON_INTERPRET is set: interpreted kernels cannot be compiled", file=sys.stderr)
+        return 2
+    arguments = parse_arguments(argv)
+    blocks = {name: int(size) for name, size in (pair.split("=") for pair in arguments.blocks.split(",") if pair)}
+    jobs = jobs_of(arguments)
+    missing = forgotten([form for _, form in jobs])
+
+    rows = []
+    if not arguments.json:
+        print("registers  spills  scratch   shared  matrix  seconds  target   form")
+    for target, form in jobs:
+        if arguments.kernel not in (None, form.kernel.__name__):
+            continue
+        form = with_blocks(form, blocks)
+        try:
+            compiled = compile_form(target, form, arguments.may_spill)
+            row = {"target": target} | asdict(compiled)
+        except Exception as error:  # Triton's, LLVM's or ptxas's: what the other forms need is still worth knowing
+            row = {"target": target, "form": form.name, "faults": [f"{type(error).__name__}: {error}"]}
+        rows.append(row)
+        if not arguments.json:
+            print_row(row)
+    if arguments.json:
+        print(json.dumps({"rows": rows, "forgotten": missing}))
+    elif missing:
+        print(f"launched by no stage: {', '.join(missing)}")
+    return 1 if missing or any(row["faults"] for row in rows) else 0
+
+
+def print_row(row: dict) -> None:
+    """One line, and one more for each fault."""
+    widths = dict(registers=9, spills=8, scratch=9, shared=9, matrix_instructions=8, seconds=9)
+    numbers = "".join(f"{row.get(name, '-'):>{width}}" for name, width in widths.items())
+    print("\n    FAULT: ".join([f"{numbers}  {row['target']:7}  {row['form']}", *row["faults"]]), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""Every kernel compiles for the GPUs that it is written for, on a machine without any: see cross_compile.py.
+
+The interpreter hides what only a compiler sees: a name with two shapes, a name undefined on one path, a tile that fits
+no register file.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cases import DEVICE
+
+ROOT = Path(__file__).parents[2]
+TARGETS = ("sm_90", "sm_100", "gfx942", "gfx950")
+PRESETS = ("qwen3-30b-a3b", "qwen3-235b-a22b")
+
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="a GPU is present: every other test compiles kernels for it")
+
+
+@pytest.fixture
+def cross_compile(tmp_path):
+    """Runs the program with these arguments; returns its rows, after looking for faults."""
+
+    def run(*arguments: str) -> list[dict]:
+        environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+        environment.pop("TRITON_INTERPRET", None)
+        program = subprocess.run(
+            [sys.executable, "-m", "tests.kernels.cross_compile", "--json", *arguments],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert program.stdout, program.stderr
+        output = json.loads(program.stdout)
+        assert not output["forgotten"], f"no stage launches {output['forgotten']}: delete them, or have them compiled"
+        return output["rows"]
+
+    return run
+
+
+def faults(rows: list[dict]) -> list[str]:
+    """What is wrong, with where."""
+    return [f"{row['target']} {row['form']}: {fault}" for row in rows for fault in row["faults"]]
+
+
+def test_every_kernel_for_sm_90_and_for_one_more_target(cross_compile):
+    """The other targets take turns, form by form: all of them are compiled for all targets under -m full."""
+    rows = cross_compile("--target", "sm_90", "--rotate", *TARGETS[1:])
+    assert not faults(rows)
+    assert {row["target"] for row in rows} == set(TARGETS)
+    assert any(row["matrix_instructions"] for row in rows)
+
+
+def test_fp32_for_sm_90(cross_compile):
+    rows = cross_compile("--target", "sm_90", "--dtype", "fp32")
+    assert not faults(rows)
+    assert not any(row["matrix_instructions"] for row in rows)  # IEEE, never TF32
+
+
+def test_sizes_that_fill_no_tile(cross_compile):
+    """Tails everywhere, the clamp of SwiGLU, one expert. They need more registers: what they may not do is fail."""
+    assert not faults(cross_compile("--target", "sm_90", "--layer", "odd", "one", "--may-spill"))
+
+
+def test_faults_are_seen(cross_compile):
+    """A tile too large for its warps spills and serialises its matrix instructions; a small one has none."""
+    kernel = ("--target", "sm_90", "--kernel", "weight_grad_kernel", "--blocks")
+    seen = faults(cross_compile(*kernel, "BLOCK_M=256,BLOCK_N=256,num_stages=4"))
+    for fault in ("spills", "(C7511)", "bytes of shared memory"):
+        assert any(fault in line for line in seen), fault
+    assert all("no wgmma" in fault for fault in faults(cross_compile(*kernel, "BLOCK_M=16,BLOCK_N=16")))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel_for_every_target(target, dtype, cross_compile):
+    chosen = ("--target", target, "--dtype", dtype)
+    assert not faults(cross_compile(*chosen, "--layer", *PRESETS))
+    assert not faults(cross_compile(*chosen, "--layer", "tails", "odd", "one", "--may-spill"))
