@@ -22,9 +22,7 @@ def layers(draw):
     """problem, inputs, dy: ids drawn one by one, and so likely to repeat, to leave experts empty and to be masked."""
     (H, I, E, K), T = draw(sizes), draw(st.integers(0, 24))
     problem = Problem(T, H, I, E, K, DTYPES[draw(st.sampled_from(list(DTYPES)))], DEVICE)
-    # In fp32 large gates make the few near zero decide a row's error, a matter of luck that no budget can foresee.
-    scales = [scale for scale in AXES["scale"] if problem.dtype != torch.float32 or scale <= 1]
-    inputs, dy = random_inputs(problem, seed=draw(st.integers(0, 99)), scale=draw(st.sampled_from(scales)))
+    inputs, dy = random_inputs(problem, seed=draw(st.integers(0, 99)), scale=draw(st.sampled_from(AXES["scale"])))
     ids = st.integers(-1, E - 1)
     routes = draw(st.lists(st.lists(ids, min_size=K, max_size=K), min_size=T, max_size=T))
     inputs.topk_ids.copy_(torch.tensor(routes, dtype=torch.int64).view(T, K))
@@ -32,7 +30,7 @@ def layers(draw):
 
 
 @settings(
-    max_examples=25 if DEVICE == "cpu" else 200,
+    max_examples=25 if DEVICE == "cpu" else 100,
     derandomize=True,
     deadline=None,
     database=None,

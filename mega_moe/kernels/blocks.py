@@ -63,9 +63,8 @@ class Blocks:
 
 MAP = Elementwise(BLOCK_R=8, BLOCK_N=256, num_warps=4)
 
-# fp32 is multiplied as IEEE fp32, without matrix instructions: it is for checking. Its tiles are small, and only 16
-# deep: so long does a chain of additions get before it is added to the sum, and short chains lose fewer bits.
-FP32 = Blocks(Rows(64, 64, 16, 4, 2), WeightGrad(64, 64, 16, 4, 2), MAP)
+# fp32 is multiplied as IEEE fp32, without TF32's matrix instructions: it is for checking, and its tiles are small.
+FP32 = Blocks(Rows(64, 64, 32, 8, 2), WeightGrad(64, 64, 32, 8, 2), MAP)
 
 HALF = {  # bf16 and fp16
     "sm_90": Blocks(Rows(128, 256, 64, 8, 4), WeightGrad(128, 256, 64, 8, 4), MAP),

@@ -45,20 +45,21 @@ def grouped_gemm_kernel(
         n = tl.program_id(0) % column_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
         c = tl.arange(0, BLOCK_C)
 
-        # Behind the last row or column the tile repeats it, so that loads need no mask: those results are not stored.
+        # Behind the last row the tile repeats it, so that loads need no mask for rows: those results are not stored.
+        # Columns are masked instead, where they do not fill their tile: whatever repeats one of them hides from the
+        # compiler that its neighbours lie side by side, and they would be loaded one by one.
         r_read = tl.minimum(r, end - 1).to(tl.int64)
-        n_read = (n if N % BLOCK_N == 0 else tl.minimum(n, N - 1)).to(tl.int64)
         a_at = a_ptr + r_read[:, None] * C + c[None, :]
-        w_at = w_ptr + expert.to(tl.int64) * stride_we + n_read[None, :] * stride_wn + c[:, None] * stride_wc
+        w_at = w_ptr + expert.to(tl.int64) * stride_we + n.to(tl.int64)[None, :] * stride_wn + c[:, None] * stride_wc
 
         acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
         for start in range(0, C, BLOCK_C):
-            if C % BLOCK_C == 0:
+            if C % BLOCK_C == 0 and N % BLOCK_N == 0:
                 a, w = tl.load(a_at), tl.load(w_at)
             else:
                 inside = c < C - start
                 a = tl.load(a_at, mask=inside[None, :], other=0.0)
-                w = tl.load(w_at, mask=inside[:, None], other=0.0)
+                w = tl.load(w_at, mask=inside[:, None] & (n < N)[None, :], other=0.0)
             acc = dot(a, w, acc)
             a_at += BLOCK_C
             w_at += BLOCK_C * stride_wc
@@ -96,19 +97,16 @@ def weight_grad_kernel(
     n = tl.program_id(0) % n_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     first, end = tl.load(row_start_ptr + expert), tl.load(row_start_ptr + expert + 1)
 
-    # Behind the last column the tile repeats it: those results are not stored.
-    m_read = m if M % BLOCK_M == 0 else tl.minimum(m, M - 1)
-    n_read = n if N % BLOCK_N == 0 else tl.minimum(n, N - 1)
     r = tl.arange(0, BLOCK_R)
     first_row = (first + r).to(tl.int64)
-    a_at = a_ptr + first_row[:, None] * M + m_read[None, :]
-    b_at = b_ptr + first_row[:, None] * N + n_read[None, :]
+    a_at = a_ptr + first_row[:, None] * M + m[None, :]
+    b_at = b_ptr + first_row[:, None] * N + n[None, :]
 
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(first, end, BLOCK_R):
         inside = (r < end - start)[:, None]
-        a = tl.load(a_at, mask=inside, other=0.0)
-        b = tl.load(b_at, mask=inside, other=0.0)
+        a = tl.load(a_at, mask=inside & (m < M)[None, :], other=0.0)
+        b = tl.load(b_at, mask=inside & (n < N)[None, :], other=0.0)
         acc = dot(a.T, b, acc)
         a_at += BLOCK_R * M
         b_at += BLOCK_R * N

@@ -17,12 +17,12 @@ def dot(a, b, acc):
 
     a: (M, C), b: (C, N), acc: (M, N) fp32.
 
-    Without matrix instructions the C products of an entry are added one after another, and adding all of a long
-    contraction that way loses a bit or two to a library that splits it. So fp32 sums each block by itself and then adds
-    the blocks. (A minus, twice, says so to the compiler, which turns acc + dot(a, b) back into one long chain.)
+    Without matrix instructions an entry's products are added one after another, and a long chain of fp32 additions
+    loses a bit or two to a library that splits it. So fp32, which is here for checking, sums a block's products in
+    float64 (where they are exact) and rounds once a block.
     """
     if a.dtype == tl.float32:
-        acc -= tl.dot(-a, b, input_precision="ieee")
+        acc += tl.dot(a.to(tl.float64), b.to(tl.float64), out_dtype=tl.float64).to(tl.float32)
     elif INTERPRETED:
         acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
     else:

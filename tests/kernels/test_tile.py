@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 from cases import DEVICE, on_cpu
-from exact import plan_of, same_bits, whole
+from exact import plan_of, same_values, whole
 
 from mega_moe.kernels.tile import dot, narrow, rows_of_block, sigmoid
 
@@ -123,20 +123,20 @@ def test_narrow_rounds_to_nearest_even():
     ulp = (value.view(torch.int32) + 2**16).view(torch.float32) - value  # to the neighbour away from zero
     ties, around = value + ulp / 2, value + ulp * torch.rand_like(value)
     for wide in (ties, around, torch.nextafter(ties, value), torch.nextafter(ties, value + ulp)):
-        assert same_bits(narrowed(wide, torch.bfloat16), wide.to(torch.bfloat16))
+        assert same_values(narrowed(wide, torch.bfloat16), wide.to(torch.bfloat16))
 
 
 def test_narrow_keeps_every_bf16_nan_and_inf():
     value = all_bf16()
-    assert same_bits(narrowed(value.float(), torch.bfloat16), value)
+    assert same_values(narrowed(value.float(), torch.bfloat16), value)
     assert narrowed(value.float(), torch.bfloat16).isnan().sum() == value.isnan().sum() == 254
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # numpy's word for what a GPU does as well
 def test_narrow_to_fp16_and_fp32():
     value = torch.cat([torch.randn(4095, device=DEVICE) * 1e3, torch.tensor([1e6], device=DEVICE)])
-    assert same_bits(narrowed(value, torch.float16), value.half())
-    assert same_bits(narrowed(value, torch.float32), value)
+    assert same_values(narrowed(value, torch.float16), value.half())
+    assert same_values(narrowed(value, torch.float32), value)
 
 
 @triton.jit
@@ -154,8 +154,8 @@ def test_canary_what_the_emulation_of_bf16_rests_on():
     value = all_bf16()
     wide, back = torch.empty_like(value, dtype=torch.float32), torch.empty_like(value)
     cast_kernel[(16,)](value, wide, back, 4096)
-    assert same_bits(wide, value.float())
-    assert same_bits(back, value)
+    assert same_values(wide, value.float())
+    assert same_values(back, value)
 
 
 @triton.jit
