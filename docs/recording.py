@@ -73,12 +73,19 @@ def record(lesson: Path, recordings: Path = RECORDINGS) -> Path:
 def as_page(recording: Path) -> tuple[str, dict[str, bytes]]:
     """A recording as Markdown, and its figures by the file names that the Markdown uses.
 
-    A cell tagged `hide-input` (`# %% tags=["hide-input"]`) shows only what it printed and drew.
+    A cell tagged `hide-input` (`# %% tags=["hide-input"]`) shows only what it printed and drew. One tagged `solution`
+    checks the answer to an exercise: it runs as all others do, but the page, which it would spoil, leaves it out.
     """
     exporter = MarkdownExporter(
         extra_loaders=[DictLoader({"lesson.md.j2": PAGE})],
         template_file="lesson.md.j2",
-        config={"TagRemovePreprocessor": {"enabled": True, "remove_input_tags": ["hide-input"]}},
+        config={
+            "TagRemovePreprocessor": {
+                "enabled": True,
+                "remove_input_tags": ["hide-input"],
+                "remove_cell_tags": ["solution"],
+            }
+        },
     )
     resources = {"unique_key": recording.stem, "output_files_dir": f"{recording.stem}_figures"}
     page, resources = exporter.from_filename(str(recording), resources=resources)

@@ -32,7 +32,7 @@ def moe(
             free view gate_up_proj.unflatten(1, (2, -1)).
         w_down: (E, H, I), in x's dtype.
         stage: which rung computes it, a name from `mega_moe.LADDER`. All of them give the same result.
-        swiglu_limit: clamp gate to at most this and up to [-limit, limit] before SwiGLU; None: no clamp.
+        swiglu_limit: before SwiGLU clamp `gate` to at most this, and `up` to [-limit, limit]; None: no clamp.
         check_ids: look for ids outside the table on a GPU too, which waits for the device. On a CPU they are always
             looked for; on a GPU without this they count as masked.
 

@@ -19,7 +19,7 @@ def why_not() -> str | None:
         return f"the benchmarks are not installed with the package ({BENCHMARKS} has none): run this from a checkout"
     missing = [package for package in ("pytest", "pytest_benchmark") if not find_spec(package)]
     if missing:
-        return f"the benchmarks need {' and '.join(missing).replace('_', '-')}: pip install 'mega-moe[bench]'"
+        return f"the benchmarks need {' and '.join(missing)}: pip install {' '.join(missing)}".replace("_", "-")
     return None
 
 

@@ -4,14 +4,16 @@
     mega-moe ladder     one layer on every rung: parity, launches, time, memory
     mega-moe bench      the benchmarks, which also measure what people use today
 
-Where there is no GPU the rungs run in Triton's interpreter. It is chosen here, by TRITON_INTERPRET=1 in the environment
-before anything imports Triton; the library itself never does that.
+Where there is no GPU the rungs run in Triton's interpreter, and torch runs on one thread: layers that a CPU can take
+are too small to share, and on a busy machine threads that wait for each other spoil every time. Both are chosen here,
+the interpreter by TRITON_INTERPRET=1 in the environment before anything imports Triton; the library does neither.
 """
 
 import argparse
 import json
 import os
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
@@ -20,11 +22,13 @@ import torch
 
 from . import bench, doctor, ladder
 from .ladder import DTYPES
-from .registry import LADDER, Rung, stage
+from .registry import LADDER, Rung
 from .samples import ROUTINGS, load_layer, random_inputs
 from .shapes import PRESETS, Inputs, Problem
 
 PATIENCE = 300  # seconds that a run on a CPU may take without --force
+
+INTERRUPTED, PIPE_CLOSED = 130, 141  # what a shell reports for a program that SIGINT or SIGPIPE ended
 
 
 class Refused(Exception):
@@ -37,18 +41,30 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program. Returns its exit code: 0, 1 where parity or a benchmark failed, 2 for what was refused."""
+    """Run the program. Returns its exit code: 0, 1 where parity or a benchmark failed, 2 for what was refused; after
+    Ctrl-C 130, and 141 where nobody reads the output any more."""
     try:
-        arguments = _parser().parse_args(argv)
-        return arguments.run(arguments)
+        try:
+            arguments = _parser().parse_args(argv)
+            return arguments.run(arguments)
+        finally:
+            sys.stdout.flush()  # here and not as Python exits, where a closed pipe could no longer be caught
     except Refused as refusal:
         print(f"mega-moe: {refusal}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
+        return PIPE_CLOSED
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="mega-moe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True, metavar="doctor | ladder | bench")
+    version = import_module(__package__).__version__
+    parser.add_argument("--version", action="version", version=f"mega-moe {version}")
+    parser.set_defaults(run=lambda arguments: _help(parser))
+    commands = parser.add_subparsers(metavar="doctor | ladder | bench")
 
     doctor_command = commands.add_parser("doctor", help="what this machine can run, and why not the rest")
     doctor_command.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU if there is one")
@@ -63,13 +79,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", choices=tuple(DTYPES), help="default: bf16, or the layer's own")
     add("--device", choices=("cuda", "cpu"), help="default: the GPU if there is one")
     add("--seed", type=int, default=0, help="default: 0")
-    add("--json", action="store_true", help="print JSON, and nothing else")
-    add("--plot", type=Path, metavar="FILE.svg", help="draw parity and time")
+    add("--json", action="store_true", help="print JSON, as mega_moe.ladder.Climb.as_json describes it")
+    add("--plot", type=Path, metavar="FILE.svg", help="draw parity and time; or FILE.png, FILE.pdf")
     add("--force", action="store_true", help="run on a CPU what takes it long")
     ladder_command.set_defaults(run=_ladder)
 
     bench_command = commands.add_parser("bench", help="the benchmarks, beside what people use today")
-    bench_command.add_argument("--shape", action="append", metavar="NAME", help="may be repeated")
+    shapes = f"{' | '.join(PRESETS)}; may be repeated (default: both models on a GPU, tiny on a CPU)"
+    bench_command.add_argument("--shape", action="append", metavar="NAME", help=shapes)
     bench_command.add_argument(
         "--json", type=Path, metavar="FILE.json", help="where pytest-benchmark writes its results"
     )
@@ -77,13 +94,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _help(parser: argparse.ArgumentParser) -> int:
+    parser.print_help(sys.stderr)
+    return 2
+
+
 def _device(asked: str | None) -> str:
-    """The device type to use; on a CPU, also choose Triton's interpreter, while Triton is not imported yet."""
+    """The device type to use; for a CPU, also choose one thread and, while Triton is not imported, its interpreter."""
     if asked == "cuda" and not torch.cuda.is_available():
         raise Refused("there is no GPU that this torch can use: leave --device out, or see `mega-moe doctor`")
     device = asked or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")
+        torch.set_num_threads(1)
     return device
 
 
@@ -96,10 +119,10 @@ def _ladder(arguments: argparse.Namespace) -> int:
     _require("rich", unless=arguments.json)
     _require("matplotlib", unless=arguments.plot is None)
     _require("safetensors", unless=arguments.layer is None)
+    if arguments.plot:
+        _check_plot(arguments.plot)
     device = _device(arguments.device)
     rungs = _rungs(arguments.stage)
-    if arguments.plot and not arguments.plot.resolve().parent.is_dir():
-        raise Refused(f"--plot: there is no folder {arguments.plot.parent}")
     try:
         layer = _layer(arguments, rungs, device)
         result = _climb(rungs, layer, quiet=arguments.json)
@@ -116,6 +139,7 @@ def _ladder(arguments: argparse.Namespace) -> int:
         from . import figure
 
         figure.draw(result, arguments.plot)
+        print(f"wrote {arguments.plot}", file=sys.stderr)
     return 0 if result.passed else 1
 
 
@@ -130,14 +154,28 @@ def _climb(rungs: list[Rung], layer: ladder.Layer, quiet: bool) -> ladder.Climb:
 
 def _require(package: str, unless: bool) -> None:
     if not unless and not find_spec(package):
-        raise Refused(f"this needs {package}: pip install 'mega-moe[cli]'")
+        raise Refused(f"this needs {package}: pip install {package}")
+
+
+def _check_plot(path: Path) -> None:
+    """Before the run, not after it: whether the figure can be written."""
+    from .figure import FORMATS
+
+    if path.suffix.lower() not in FORMATS:
+        raise Refused(f"--plot {path}: the formats are {', '.join(FORMATS)}")
+    if path.is_dir():
+        raise Refused(f"--plot {path}: this is a folder")
+    if not path.resolve().parent.is_dir():
+        raise Refused(f"--plot {path}: there is no folder {path.parent}")
 
 
 def _rungs(names: list[str] | None) -> list[Rung]:
-    try:
-        return [stage(name) for name in dict.fromkeys(names)] if names else list(LADDER)
-    except ValueError as error:
-        raise Refused(str(error)) from error
+    """Those named, each once, or all of them."""
+    rungs = {rung.name: rung for rung in LADDER}
+    for name in names or []:
+        if name not in rungs:
+            raise Refused(f"--stage {name}: the stages are {', '.join(rungs)}")
+    return [rungs[name] for name in dict.fromkeys(names or rungs)]
 
 
 def _layer(arguments: argparse.Namespace, rungs: list[Rung], device: str) -> ladder.Layer:
@@ -196,8 +234,13 @@ def _check_patience(rungs: list[Rung], problem: Problem, force: bool) -> None:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
+    device, shapes = _device(None), arguments.shape or []
+    for name in shapes:
+        if name not in PRESETS:
+            raise Refused(f"--shape {name}: the shapes are {', '.join(PRESETS)}")
+        if device == "cpu" and name != "tiny":
+            raise Refused(f"--shape {name} needs a GPU: on a CPU only tiny is run, to try the machinery")
     reason = bench.why_not()
     if reason:
         raise Refused(reason)
-    _device(None)
-    return bench.run(arguments.shape or [], arguments.json)
+    return bench.run(shapes, arguments.json)

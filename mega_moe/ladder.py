@@ -20,7 +20,7 @@ from torch import Tensor
 from . import roofline
 from .kernels.weights import copied_bytes
 from .launches import launches
-from .parity import Oracle, Parity
+from .parity import SMALL, SMALL_BUDGET, Oracle, Parity
 from .registry import Rung
 from .roofline import DIRECTIONS
 from .shapes import Inputs, Problem
@@ -55,8 +55,8 @@ class Layer:
 class Row:
     """What was measured of one rung; everything but `stage` and `why_not` is None where it cannot run.
 
-    Times are medians in milliseconds, of the device on a GPU and of the wall clock on a CPU; `spread` is the
-    median distance from them. `interpreted`: Triton's interpreter ran the kernels, so the times say nothing.
+    `Climb.as_json` says what each is, and in which unit; `spread` alone is not in it: the median distance of the times
+    from their median `ms`.
     """
 
     stage: str
@@ -69,11 +69,11 @@ class Row:
     interpreted: bool | None = None
     tflops: dict[str, float] | None = None
     share_of_ceiling: dict[str, float] | None = None
-    peak_bytes: int | None = None  # over the inputs, forward and backward together
-    copied_bytes: int | None = None  # weights that had to be copied, since no kernel can read them as they lie
+    peak_bytes: int | None = None
+    copied_bytes: int | None = None
 
     def as_json(self) -> dict:
-        """The row as `mega-moe ladder --json` prints it. Shares that are not finite are None and named in `failed`."""
+        """One of the `rows` of `Climb.as_json`."""
         shares = None
         if self.parity:
             shares = {name: share if math.isfinite(share) else None for name, share in self.parity.shares.items()}
@@ -95,8 +95,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Climb:
-    """A finished run: the machine, the problem and a row for each rung, in the order of the ladder."""
+    """A finished run: the type of the device, the machine, the problem, and a row for each rung that was asked for."""
 
+    device: str  # "cuda" or "cpu"
     machine: dict
     problem: dict
     rows: list[Row] = field(default_factory=list)
@@ -107,8 +108,59 @@ class Climb:
         """Whether every rung that ran is within its budget, in every output."""
         return all(row.parity.passed for row in self.rows if row.parity)
 
+    @property
+    def where(self) -> str:
+        """The machine in one line."""
+        m = self.machine
+        triton = f"triton {m['triton']}" if m["triton"] else "no triton"
+        return f"{m['device']}, torch {m['torch']}, {triton}, python {m['python']}"
+
+    @property
+    def fixed_budget(self) -> str | None:
+        """The budget of every output where parity does not measure it, since H or I is small; None where it does."""
+        p = self.problem
+        if p["dtype"] != "fp32" or min(p["H"], p["I"]) >= SMALL:
+            return None
+        return f"2^{math.log2(SMALL_BUDGET):.0f}"
+
     def as_json(self) -> dict:
-        """What `mega-moe ladder --json` prints."""
+        """What `mega-moe ladder --json` prints: `{"machine": {...}, "problem": {...}, "rows": [{...}, ...]}`.
+
+        machine: where and when it ran.
+            device  str         what the GPU calls itself, or a CPU's model and the threads that torch uses
+            torch   str         its version
+            triton  str | null  its version; null where it is not installed
+            python  str         its version
+            date    str         ISO 8601, to the second, with the time zone
+
+        problem: what ran.
+            T, H, I, E, K  int         tokens, hidden size, an expert's intermediate size, experts, experts a token
+            W              int         ranks: 1
+            dtype          str         of x and the weights: "fp32", "bf16", "fp16", "fp64"
+            routing        str         "balanced", "zipf", "hot"; "layer" where it was read from a file
+            save           str         what forward keeps for backward: "pre", what gate_up puts out
+            precision      str | null  what the products are computed in; null: in dtype
+
+        rows: one for each rung that was asked for, in that order; without --stage, the whole ladder from below.
+            stage             str          the rung's name
+            why_not           str | null   why it cannot run here; null where it ran. Otherwise all below is null
+            note              str | null   what makes it slower here than it need be; null if nothing does
+            parity            {output: float | null}
+                                           for y, dx, dtopk_weights, dw_gate_up and dw_down: the worst row's error as a
+                                           share of its budget, up to 1 passes; null where it is NaN or infinite
+            failed            [output]     those over budget, or not finite; empty where all passed
+            launches          {d: int}     kernels, memsets and copies
+            ms                {d: float}   milliseconds, the median; of the device on a GPU, of the wall clock on a CPU
+            interpreted       bool         Triton's interpreter ran the kernels, so ms says nothing about hardware
+            tflops            {d: float}   10^12 useful operations a second, nothing recomputed among them; null where
+                                           interpreted
+            share_of_ceiling  {d: float}   the least time that the hardware allows, over ms; null where interpreted, on
+                                           a CPU, and on a GPU whose data sheet is not known here
+            peak_bytes        int          memory beside the inputs, forward and backward together; null on a CPU
+            copied_bytes      int          weights copied at each call, since no kernel can read them as they lie
+
+        {d: ...} has the two keys "forward" and "backward".
+        """
         return {"machine": self.machine, "problem": self.problem, "rows": [row.as_json() for row in self.rows]}
 
 
@@ -136,7 +188,7 @@ def climb(rungs: Sequence[Rung], layer: Layer, doing: Callable[[str], None] = la
             doing(f"time, round {round_number}")
         for _, row in running:
             _rate(row, layer, allowed_ms)
-    return Climb(machine(problem.device), facts(layer), rows, allowed_ms)
+    return Climb(problem.device, machine(problem.device), facts(layer), rows, allowed_ms)
 
 
 def steps_of(rungs: Sequence[Rung], problem: Problem) -> int:
@@ -256,7 +308,7 @@ def machine(device: str) -> dict:
 
 
 def device_name(device: str) -> str:
-    """What the GPU calls itself; for a CPU its model and the number of cores that this process may use."""
+    """What the GPU calls itself; for a CPU its model and the number of threads that torch uses."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     model = platform.processor() or platform.machine()
@@ -264,7 +316,8 @@ def device_name(device: str) -> str:
     if cpuinfo.exists():
         names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
         model = names[0] if names else model
-    return f"{model} (CPU, {torch.get_num_threads()} threads)"
+    threads = torch.get_num_threads()
+    return f"{model} (CPU, {threads} thread{'s' if threads > 1 else ''})"
 
 
 def facts(layer: Layer) -> dict:
@@ -273,6 +326,20 @@ def facts(layer: Layer) -> dict:
     dtype = next(name for name, dtype in DTYPES.items() if dtype == p.dtype)
     sizes = {letter: getattr(p, letter) for letter in "THIEK"}
     return sizes | {"W": 1, "dtype": dtype, "routing": layer.routing, "save": "pre", "precision": None}
+
+
+def plain(value: float) -> str:
+    """A number to be read: at least three digits, thousands marked, never an exponent."""
+    if 0 < value < 0.001:
+        return "<0.001"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def plain_share(share: float) -> str:
+    """A share of a budget to be read: one that is small is not mistaken for zero, nor one just over 1 for 1."""
+    if 0 < share < 0.01:
+        return "<0.01"
+    return f"{share:.2f}" if share <= 1 else f"{share:.3f}" if share < 10 else plain(share)
 
 
 def cpu_seconds(rungs: Sequence[Rung], problem: Problem) -> float:

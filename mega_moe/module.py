@@ -22,6 +22,10 @@ class Experts(nn.Module):
         self.down_proj = empty(num_experts, hidden_size, intermediate_size)
         self.register_load_state_dict_pre_hook(fuse_experts)
 
+    def extra_repr(self) -> str:
+        E, H, I = self.down_proj.shape
+        return f"E={E}, H={H}, I={I}"
+
     def per_expert(self, prefix: str = "") -> dict[str, Tensor]:
         """The weights under the names that checkpoints on disk use, as copies."""
         named = {}

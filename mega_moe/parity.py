@@ -33,7 +33,8 @@ OUTPUTS = ("y", "dx", "dtopk_weights", "dw_gate_up", "dw_down")
 """What is judged: the output and the four gradients."""
 
 ROUNDING = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-24}
-"""Half the spacing of numbers next to 1, relative: the error of rounding a result once."""
+"""The error of rounding a result once, relative: half the spacing of numbers just below 1 for bf16 and fp16, just above
+1 for fp32."""
 
 FLOAT64_BUDGET = 2.0**-45
 """The budget in float64, where truth and reference are the same run and measure nothing. Sums taken in another order

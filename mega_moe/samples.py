@@ -1,7 +1,7 @@
 """Layers to run: random ones with a chosen routing, and real ones from a file.
 
 How tokens spread over experts decides how hard a layer is to run, so the spread is an argument: every expert equally
-busy, a long-tailed spread as untrained or drifting routers make it, or one expert that every token visits.
+busy, a long-tailed spread, or one expert that every token visits.
 """
 
 from math import lcm

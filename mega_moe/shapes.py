@@ -16,8 +16,15 @@ from torch import Tensor
 class Problem:
     """One MoE layer's sizes, dtype and device: all that a rung needs to say whether it can run.
 
-    `dtype` is that of x and both weights; `device` is a device type ("cpu", "cuda"). `swiglu_limit` clamps gate from
-    above and up from both sides before SwiGLU (None: no clamp).
+    Attributes:
+        T: tokens.
+        H: hidden size.
+        I: intermediate size of one expert.
+        E: experts.
+        K: routes per token (top_k).
+        dtype: of x and of both weights.
+        device: a device type, "cpu" or "cuda".
+        swiglu_limit: clamps gate from above and up from both sides before SwiGLU; None: no clamp.
     """
 
     T: int
@@ -49,13 +56,21 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class Inputs:
-    """The five tensors of a layer. None of them is ever written."""
+    """The five tensors of a layer. None of them is ever written.
 
-    x: Tensor  # (T, H)
-    topk_ids: Tensor  # (T, K) int32 or int64, -1 masks a route
-    topk_weights: Tensor  # (T, K)
-    w_gate_up: Tensor  # (E, 2, I, H): 0 = gate, 1 = up
-    w_down: Tensor  # (E, H, I)
+    Attributes:
+        x: (T, H).
+        topk_ids: (T, K), int32 or int64; -1 masks a route.
+        topk_weights: (T, K).
+        w_gate_up: (E, 2, I, H); 0 is gate, 1 is up.
+        w_down: (E, H, I).
+    """
+
+    x: Tensor
+    topk_ids: Tensor
+    topk_weights: Tensor
+    w_gate_up: Tensor
+    w_down: Tensor
 
     def problem(self, swiglu_limit: float | None = None) -> Problem:
         """The facts of these tensors."""
@@ -74,23 +89,33 @@ class Plan(NamedTuple):
         token_of_row = [0, 1, 0, 2, 2, -1]   row 0 is token 0, slot 1; row 2 is token 0, slot 0
         slot_of_row  = [1, 0, 0, 0, 1, -1]
         row_of_slot  = [[2, 0], [1, -1], [3, 4]]
+
+    Attributes:
+        row_start: (E+1,); the rows of expert e are `row_start[e] : row_start[e+1]`.
+        token_of_row: (R,); the token of which row r is a copy.
+        slot_of_row: (R,); the slot of that token which row r serves.
+        row_of_slot: (T, K); the row of slot k of token t, -1 for a masked route.
     """
 
-    row_start: Tensor  # (E+1,) rows of expert e: row_start[e] : row_start[e+1]
-    token_of_row: Tensor  # (R,)
-    slot_of_row: Tensor  # (R,)
-    row_of_slot: Tensor  # (T, K), -1 for a masked route
+    row_start: Tensor
+    token_of_row: Tensor
+    slot_of_row: Tensor
+    row_of_slot: Tensor
 
 
 class Saved(NamedTuple):
     """What forward keeps for backward, beside the inputs; the shapes depend on the problem alone.
 
     The plan is kept because it is small and backward walks the same rows; pre because recomputing it would repeat the
-    larger GEMM (4 of the 6 R*H*I flops of forward). act is not kept: it is one elementwise pass away from pre.
+    larger GEMM (`4*R*H*I` of forward's `6*R*H*I` flops). act is not kept: it is one elementwise pass away from pre.
+
+    Attributes:
+        plan: where every route goes.
+        pre: (R, 2, I), in x's dtype; rows of masked routes are never written.
     """
 
     plan: Plan
-    pre: Tensor  # (R, 2, I) in x's dtype; rows of masked routes are never written
+    pre: Tensor
 
     def tensors(self) -> list[Tensor]:
         """As a flat list, the form in which torch's custom operators return it."""
@@ -104,7 +129,14 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True)
 class Need:
-    """Which gradients somebody asked for; the others are not computed."""
+    """Which gradients somebody asked for; the others are not computed.
+
+    Attributes:
+        dx: whether that of x is needed.
+        dtopk_weights: whether that of topk_weights is needed.
+        dw_gate_up: whether that of w_gate_up is needed.
+        dw_down: whether that of w_down is needed.
+    """
 
     dx: bool = True
     dtopk_weights: bool = True
@@ -124,12 +156,19 @@ class Need:
 
 @dataclass(frozen=True)
 class Grads:
-    """The gradients, each with the shape and dtype of its input; None where nobody asked."""
+    """The gradients, each with the dtype of its input; None where nobody asked.
 
-    dx: Tensor | None = None  # (T, H)
-    dtopk_weights: Tensor | None = None  # (T, K)
-    dw_gate_up: Tensor | None = None  # (E, 2, I, H)
-    dw_down: Tensor | None = None  # (E, H, I)
+    Attributes:
+        dx: (T, H).
+        dtopk_weights: (T, K).
+        dw_gate_up: (E, 2, I, H).
+        dw_down: (E, H, I).
+    """
+
+    dx: Tensor | None = None
+    dtopk_weights: Tensor | None = None
+    dw_gate_up: Tensor | None = None
+    dw_down: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
         """Those that were computed, in the order of the fields."""

@@ -9,12 +9,18 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from .ladder import Climb, Row
-from .parity import OUTPUTS
+from .ladder import Climb, Row, plain, plain_share
+from .parity import OUTPUTS, SMALL
 from .roofline import DIRECTIONS
 
 UNKNOWN = "–"
 WIDTH = 120  # where the output is no terminal, whose width would be known
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave a closed pipe to the program, whose exit code it decides; rich would exit with 1."""
+        raise
 
 
 @contextmanager
@@ -37,18 +43,22 @@ def progress(steps: int) -> Iterator[Callable[[str], None]]:
 
 def show(climb: Climb, name: str) -> None:
     """Print the machine, the problem, both tables, and what there is to say about each rung."""
-    console = Console(highlight=False)
+    console = _Console(highlight=False)
     if not console.is_terminal:
         console.width = WIDTH
-    m, p = climb.machine, climb.problem
-    triton = f"triton {m['triton']}" if m["triton"] else "no triton"
+    p = climb.problem
     sizes = "  ".join(f"{letter}={p[letter]}" for letter in "THIEK")
     console.print(f"[bold]{escape(name)}[/]  {sizes}  {p['dtype']}  routing: {p['routing']}")
-    console.print(f"[dim]{escape(m['device'])}, torch {m['torch']}, {triton}, python {m['python']}[/]\n")
+    console.print(f"[dim]{escape(climb.where)}[/]\n")
 
     ran = [row for row in climb.rows if row.parity]
     if ran:
         console.print(_parity(ran))
+        if climb.fixed_budget:
+            console.print(
+                f"[dim]sizes under {SMALL} are judged against {climb.fixed_budget}: over so few columns the "
+                "reference's own rounding is no measure[/]"
+            )
         console.print()
         console.print(_cost(ran, climb.allowed_ms))
         console.print()
@@ -73,7 +83,7 @@ def _parity(rows: list[Row]) -> Table:
     table.add_column("parity")
     for row in rows:
         shares = row.parity.shares.values()
-        cells = [f"{share:.2f}" if share <= 1 else f"[red]{share:.3g}[/]" for share in shares]
+        cells = [plain_share(share) if share <= 1 else f"[red]{plain_share(share)}[/]" for share in shares]
         table.add_row(row.stage, *cells, "[green]passed[/]" if row.parity.passed else "[bold red]FAILED[/]")
     return table
 
@@ -81,18 +91,18 @@ def _parity(rows: list[Row]) -> Table:
 def _cost(rows: list[Row], allowed_ms: dict[str, float] | None) -> Table:
     """One row a rung; columns that no rung fills are left out."""
     columns: dict[str, Callable[[Row], str]] = {
-        "launches": lambda row: _pair(row.launches, "{:d}"),
+        "launches": lambda row: _pair(row.launches, "{:,d}".format),
         "forward, ms": lambda row: _time(row, "forward"),
         "backward, ms": lambda row: _time(row, "backward"),
         "TFLOP/s": lambda row: _rates(row.tflops),
-        "of ceiling": lambda row: _pair(row.share_of_ceiling, "{:.0%}"),
+        "of ceiling": lambda row: _pair(row.share_of_ceiling, "{:.0%}".format),
         "peak": lambda row: UNKNOWN if row.peak_bytes is None else _size(row.peak_bytes),
         "copied": lambda row: _size(row.copied_bytes) if row.copied_bytes else UNKNOWN,
-        "": lambda row: "interpreted" if row.interpreted else UNKNOWN,
+        "kernels": lambda row: "interpreted" if row.interpreted else UNKNOWN,
     }
-    title = "launches, time and rates (forward / backward)"
+    title = "launches, time (median ± spread) and rates; forward / backward"
     if allowed_ms:
-        title += f"; the hardware allows {_pair(allowed_ms, '{:.3g}')} ms"
+        title += f"; the hardware allows {_pair(allowed_ms, plain)} ms"
     table = Table(title=title, title_justify="left", title_style="italic", box=SIMPLE_HEAD)
     table.add_column("stage")
     cells = {header: [column(row) for row in rows] for header, column in columns.items()}
@@ -108,16 +118,16 @@ def _time(row: Row, direction: str) -> str:
     """Median, and the spread in per cent of it."""
     if not row.ms:
         return UNKNOWN
-    return f"{row.ms[direction]:.3g} ±{row.spread[direction] / row.ms[direction]:.0%}"
+    return f"{plain(row.ms[direction])} ±{row.spread[direction] / row.ms[direction]:.0%}"
 
 
 def _rates(tflops: dict[str, float] | None) -> str:
     """A CPU's rates are not worth their digits."""
-    return "<0.01" if tflops and max(tflops.values()) < 0.01 else _pair(tflops, "{:.3g}")
+    return "<0.01" if tflops and max(tflops.values()) < 0.01 else _pair(tflops, plain)
 
 
-def _pair(values: dict[str, float] | None, form: str) -> str:
-    return " / ".join(form.format(values[d]) for d in DIRECTIONS) if values else UNKNOWN
+def _pair(values: dict[str, float] | None, text: Callable[[float], str]) -> str:
+    return " / ".join(text(values[d]) for d in DIRECTIONS) if values else UNKNOWN
 
 
 def _size(count: int) -> str:
@@ -126,4 +136,4 @@ def _size(count: int) -> str:
         if size < 1024:
             break
         size, unit = size / 1024, larger
-    return f"{size:.3g} {unit}"
+    return f"{plain(size)} {unit}"

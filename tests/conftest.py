@@ -98,7 +98,8 @@ def slice_of(item: pytest.Item) -> str:
 
 
 class Slices:
-    """Sums the time by slice, in the one process that hears of all tests, and fails the session over a slice."""
+    """Sums the time by slice, in the one process that hears of all tests. Over a slice the session fails where CI is
+    set in the environment: there the machine is known. Elsewhere it may just be slow, and is told."""
 
     def __init__(self):
         self.seconds = defaultdict(float)
@@ -113,14 +114,14 @@ class Slices:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session):
-        if self.over() and session.exitstatus == pytest.ExitCode.OK:
+        if self.over() and os.environ.get("CI") and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter):
         parts = [f"{part} {seconds:.0f} of {allowed(part)}" for part, seconds in sorted(self.seconds.items())]
         terminalreporter.line(f"core-seconds by part: {', '.join(parts)}")
         for part in self.over():
-            terminalreporter.line(f"ERROR: {part} takes longer than it may: make its tests smaller", red=True)
+            terminalreporter.line(f"{part} takes longer than it may: make its tests smaller", red=True)
 
 
 def allowed(part: str) -> int:

@@ -1,19 +1,23 @@
 """The command line: what it prints, what it returns, and what it refuses in one line."""
 
 import json
+import math
 import os
 import subprocess
 import sys
+import tomllib
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
-from mega_moe import bench, cli, ladder
+from mega_moe import bench, cli, figure, ladder, tables
+from mega_moe.parity import Parity
 from mega_moe.registry import LADDER, Rung
 from mega_moe.samples import LAYER, random_inputs
-from mega_moe.shapes import Problem
+from mega_moe.shapes import PRESETS, Problem
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 OUTPUTS = ["y", "dx", "dtopk_weights", "dw_gate_up", "dw_down"]
@@ -28,6 +32,9 @@ ROW = [
 def quick(monkeypatch):
     monkeypatch.setattr(ladder, "ROUNDS", {"cuda": 2, "cpu": 2})
     monkeypatch.setenv("TRITON_INTERPRET", os.environ.get("TRITON_INTERPRET", "1"))  # undo what the program sets
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)
@@ -128,33 +135,160 @@ def test_a_share_over_one_fails(capsys, monkeypatch):
     assert result["rows"][1]["failed"] == ["y"] and result["rows"][1]["parity"]["y"] > 1
 
 
+def test_a_cpu_is_timed_on_one_thread_and_the_machine_says_so(capsys):
+    torch.set_num_threads(2)
+    assert ladder.device_name("cpu").endswith("(CPU, 2 threads)")
+    _, result = ladder_json(capsys, *SMALL, "--stage", "reference")
+    assert torch.get_num_threads() == 1 and result["machine"]["device"].endswith("(CPU, 1 thread)")
+
+
+def test_the_keys_of_json_are_documented_in_their_order(capsys, monkeypatch):
+    plant(monkeypatch, "why_not")
+    _, result = ladder_json(capsys, *SMALL)
+    lines = [line.strip() for line in ladder.Climb.as_json.__doc__.splitlines()]
+    at = [next(n for n, line in enumerate(lines) if line.startswith(f"{key} ")) for key in ROW]
+    assert all(one < other for one, other in pairwise(at))
+    for key in (*result["machine"], "T, H, I, E, K", *list(result["problem"])[5:]):
+        assert any(line.startswith(f"{key} ") for line in lines), key
+
+
 def test_the_table_shows_parity_launches_time_and_what_cannot_run(capsys, monkeypatch):
     plant(monkeypatch, "zeros", "why_not")
     code, out, _ = run(capsys, "ladder", *SMALL)
     assert code == 1
-    for word in (*OUTPUTS, "launches", "forward, ms", "TFLOP/s", "passed", "FAILED", "T=12", "bf16"):
+    for word in (*OUTPUTS, "launches", "forward, ms", "TFLOP/s", "passed", "FAILED", "T=12", "bf16", "1 thread)"):
         assert word in out, word
     assert "why_not cannot run: needs a moon: look up." in out
     assert "parity failed: zeros: y" in out
     monkeypatch.undo()
     code, out, _ = run(capsys, "ladder", *SMALL, "--stage", "reference", "--stage", "reference")
     assert code == 0 and "parity passed: 1 of 1 rungs ran" in out
+    assert "judged against" not in out and "kernels" not in out  # nothing was interpreted
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [
+        (0, "0"),
+        (0.0002, "<0.001"),
+        (0.0123, "0.0123"),
+        (5.327, "5.33"),
+        (99.96, "100"),
+        (215.4, "215"),
+        (2104, "2,104"),
+    ],
+)
+def test_numbers_are_plain(value, text):
+    assert ladder.plain(value) == text
+
+
+@pytest.mark.parametrize(
+    "share, text",
+    [
+        (0, "0.00"),
+        (0.0003, "<0.01"),
+        (0.364, "0.36"),
+        (1, "1.00"),
+        (1.002, "1.002"),
+        (2104, "2,104"),
+        (math.inf, "inf"),
+    ],
+)
+def test_a_share_is_never_rounded_to_what_it_is_not(share, text):
+    assert ladder.plain_share(share) == text
+
+
+def test_sizes_under_16_are_judged_against_a_fixed_budget_and_the_table_says_so(capsys):
+    code, out, _ = run(capsys, "ladder", "--shape", "12,32,8,4,2", "--dtype", "fp32", "--device", "cpu")
+    assert code == 0 and "sizes under 16 are judged against 2^-10" in out
+    assert "<0.01" in out and "0.00" not in out
+    _, out, _ = run(capsys, "ladder", "--shape", "12,32,16,4,2", "--dtype", "fp32", "--device", "cpu")
+    assert "2^-10" not in out
+
+
+def climbed(device: str, *rows: ladder.Row, allowed_ms=None) -> ladder.Climb:
+    """A run that never was."""
+    machine = {"device": "A machine", "torch": "2.13.0", "triton": None, "python": "3.12.1", "date": "2026-11-29T09:30"}
+    problem = ladder.facts(ladder.Layer(PRESETS["qwen3-30b-a3b"], None, None, "zipf"))
+    return ladder.Climb(device, machine, problem, list(rows), allowed_ms)
+
+
+def measured(stage: str, forward: float, interpreted: bool) -> ladder.Row:
+    return ladder.Row(
+        stage,
+        parity=Parity(dict.fromkeys(OUTPUTS, 0.25)),
+        launches={"forward": 1204, "backward": 2},
+        ms={"forward": forward, "backward": 2 * forward},
+        spread={"forward": forward / 20, "backward": 0.0},
+        interpreted=interpreted,
+        tflops=None if interpreted else {"forward": 1234.5, "backward": 60.0},
+        peak_bytes=1020 * 2**20,
+    )
+
+
+def test_the_table_has_thousands_no_exponents_and_a_name_for_every_column(capsys):
+    tables.show(climbed("cpu", measured("slow", 2104.2, True), measured("fast", 0.5, False)), name="a layer")
+    out = capsys.readouterr().out
+    lines = [line.split() for line in out.splitlines()]
+    header, _, slow, fast = lines[next(n for n, words in enumerate(lines) if "launches" in words[1:]) :][:4]
+    assert " ".join(header) == "stage launches forward, ms backward, ms TFLOP/s peak kernels"
+    assert " ".join(slow) == "slow 1,204 / 2 2,104 ±5% 4,208 ±0% – 1,020 MiB interpreted"
+    assert " ".join(fast) == "fast 1,204 / 2 0.5 ±5% 1 ±0% 1,234 / 60 1,020 MiB –"
+    assert "A machine, torch 2.13.0, no triton, python 3.12.1" in out
 
 
 def test_the_figure_is_drawn(capsys, monkeypatch, tmp_path):
     plant(monkeypatch, "nan")
     path = tmp_path / "ladder.svg"
-    code, _, _ = run(capsys, "ladder", *SMALL, "--plot", str(path))
+    code, out, err = run(capsys, "ladder", *SMALL, "--json", "--plot", str(path))
     drawn = path.read_text()
     assert code == 1 and drawn.startswith("<?xml")
-    for label in ("budget", "share of the budget", "dw_gate_up", "reference", "forward", "ms, median"):
+    assert err == f"wrote {path}\n"
+    labels = ["budget", "share of the budget", "dw_gate_up", "reference", "forward", "Time on the CPU", "ms, median"]
+    for row in json.loads(out)["rows"]:
+        shares = [math.inf if share is None else share for share in row["parity"].values()]
+        labels += [ladder.plain(ms) for ms in row["ms"].values()] + [ladder.plain_share(share) for share in shares]
+    for label in labels:
+        assert f"<!-- {label.replace('<', '&lt;')} -->" in drawn, label
+
+
+def test_a_figure_with_interpreted_times_is_logarithmic_and_a_gpus_is_not(tmp_path):
+    path = tmp_path / "ladder.svg"
+    figure.draw(climbed("cpu", measured("slow", 2104.2, True), measured("fast", 0.5, False)), path)
+    drawn = path.read_text()
+    for label in ("Time on the CPU (hatched: interpreted, says nothing of a GPU)", "ms, median, logarithmic", "0.5"):
         assert f"<!-- {label} -->" in drawn, label
+    allowed_ms = {"forward": 0.25, "backward": 0.5}
+    figure.draw(climbed("cuda", measured("fast", 0.5, False), allowed_ms=allowed_ms), path)
+    drawn = path.read_text()
+    for label in ("Time on the GPU", "ms, median", "backward: the hardware allows 0.5 ms"):
+        assert f"<!-- {label} -->" in drawn, label
+
+
+@pytest.mark.parametrize("suffix, begins", [(".png", b"\x89PNG"), (".PDF", b"%PDF")])
+def test_the_suffix_chooses_the_figures_format(capsys, tmp_path, suffix, begins):
+    path = tmp_path / f"ladder{suffix}"
+    code, _, _ = run(capsys, "ladder", *SMALL, "--stage", "reference", "--plot", str(path))
+    assert code == 0 and path.read_bytes().startswith(begins)
+
+
+def test_alone_it_prints_the_help(capsys):
+    code, out, err = run(capsys)
+    assert code == 2 and out == ""
+    assert err.startswith("usage: mega-moe") and all(command in err for command in ("doctor", "ladder", "bench"))
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["--version"])
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
+    assert exit.value.code == 0 and capsys.readouterr().out == f"mega-moe {project['version']}\n"
 
 
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (("ladder", "--stage", "warp"), "the stages are reference, grouped"),
+        (("ladder", "--stage", "warp"), "--stage warp: the stages are reference, grouped"),
         (
             ("ladder", "--shape", "huge"),
             "--shape huge: give tiny, qwen3-30b-a3b, qwen3-235b-a22b, or five sizes T,H,I,E,K",
@@ -169,9 +303,11 @@ def test_the_figure_is_drawn(capsys, monkeypatch, tmp_path):
         (("ladder", "--layer", "a.safetensors", "--shape", "tiny"), "--layer brings its own shape: leave --shape out"),
         (("ladder", "--layer", "a.safetensors", "--routing", "hot"), "leave --routing out"),
         (("ladder", "--plot", "no/such/folder/a.svg"), "there is no folder no/such/folder"),
+        (("ladder", "--plot", "a.foo"), "--plot a.foo: the formats are .svg, .png, .pdf"),
+        (("ladder", "--plot", "a"), "--plot a: the formats are .svg, .png, .pdf"),
+        (("bench", "--shape", "huge"), "--shape huge: the shapes are tiny, qwen3-30b-a3b, qwen3-235b-a22b"),
         (("ladder", "--fast"), "unrecognized arguments: --fast"),
         (("climb",), "invalid choice: 'climb'"),
-        ((), "the following arguments are required"),
     ],
 )
 def test_what_cannot_be_done_is_one_clear_line_and_exit_code_two(capsys, argv, message):
@@ -190,7 +326,7 @@ def test_without_rich_it_says_what_to_install_and_json_works_all_the_same(capsys
     monkeypatch.setattr(cli, "find_spec", lambda package: None if package == "rich" else object())
     monkeypatch.setitem(sys.modules, "rich", None)
     code, out, err = run(capsys, "ladder", *SMALL)
-    assert (code, out, err) == (2, "", "mega-moe: this needs rich: pip install 'mega-moe[cli]'\n")
+    assert (code, out, err) == (2, "", "mega-moe: this needs rich: pip install rich\n")
     code, _ = ladder_json(capsys, *SMALL, "--stage", "reference")
     assert code == 0
 
@@ -226,7 +362,43 @@ def test_doctor_without_triton(capsys, monkeypatch):
     assert code == 0 and "needs Triton" in out and "lacks    rich" in out
 
 
+# It ends quietly when it is told to.
+
+
+def test_control_c_ends_it_without_a_word(capsys, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ladder, "climb", interrupted)
+    assert run(capsys, "ladder", *SMALL) == (130, "", "")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("doctor", "--device", "cpu"),
+        ("ladder", "--shape", "8,16,16,2,1", "--stage", "reference", "--device", "cpu"),
+        ("ladder", "--help"),
+    ],
+    ids=" ".join,
+)
+def test_a_closed_pipe_ends_it_without_a_word(argv):
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-m", "mega_moe", *argv]
+    done = subprocess.run(command, cwd=CHECKOUT, env=environment, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
 # bench finds pytest's benchmarks and starts them.
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_bench_measures_a_models_layer_on_a_gpu_alone(capsys):
+    code, out, err = run(capsys, "bench", "--shape", "tiny", "--shape", "qwen3-30b-a3b")
+    assert (code, out) == (2, "") and err.startswith("mega-moe: --shape qwen3-30b-a3b needs a GPU")
 
 
 def test_bench_says_what_is_missing(capsys, monkeypatch, tmp_path):
@@ -236,7 +408,10 @@ def test_bench_says_what_is_missing(capsys, monkeypatch, tmp_path):
     (tmp_path / "test_speed.py").touch()
     monkeypatch.setattr(bench, "find_spec", lambda package: None)
     code, _, err = run(capsys, "bench")
-    assert code == 2 and "pip install 'mega-moe[bench]'" in err
+    assert (code, err) == (
+        2,
+        "mega-moe: the benchmarks need pytest and pytest-benchmark: pip install pytest pytest-benchmark\n",
+    )
 
 
 def test_bench_hands_shapes_and_results_to_pytest(capsys, monkeypatch, tmp_path):

@@ -273,6 +273,10 @@ def test_stage_can_change_between_calls(rung):
     torch.testing.assert_close(moe(x), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_printed_it_shows_its_sizes():
+    assert f"(experts): Experts(E={E}, H={H}, I={I})" in repr(layer())
+
+
 def test_parameters_start_with_variance_one_over_fan_in():
     torch.manual_seed(0)
     moe = MoE(256, 128, 8, 2)

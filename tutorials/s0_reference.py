@@ -54,13 +54,14 @@ def show(**tensors):
 # %% [markdown]
 # ## Many experts, few of them at a time
 #
-# The feed-forward half of a transformer block sends every token through the same two wide matrices. An MoE layer has
-# $E$ such pairs of matrices, the *experts*, and a small *router* that picks $K$ of them for each token. The layer knows
-# as much as all of its experts together and costs as much as $K$ of them. One layer of Qwen3-30B-A3B:
+# The feed-forward half of a transformer block sends every token through the same three wide matrices: *gate* and *up*,
+# which it meets first, and *down*, which leads back. An MoE layer has $E$ such triples, the *experts*, and a small
+# *router* that picks $K$ of them for each token. The layer knows as much as all of its experts together and costs as much
+# as $K$ of them. One layer of Qwen3-30B-A3B:
 
 # %%
 p = PRESETS["qwen3-30b-a3b"]
-one_expert = 3 * p.H * p.I  # gate, up and down
+one_expert = 3 * p.H * p.I  # gate, up, down
 print(f"weights of one expert        {one_expert / 1e6:6.1f} million")
 print(f"weights of all {p.E} experts   {p.E * one_expert / 1e6:6.1f} million")
 print(f"weights that a token meets   {p.K * one_expert / 1e6:6.1f} million")
@@ -82,8 +83,9 @@ print(f"weights that a token meets   {p.K * one_expert / 1e6:6.1f} million")
 # | I | 1 | intermediate size: inside an expert there is only one |
 # | R | 7 | rows: the routes that exist |
 #
-# `topk_ids[t, k]` is the expert that token `t` visits on its route `k`. We take the router's choice as given. Expert 0
-# is popular, expert 1 is not, and token 2 has only one route: `-1` masks the other.
+# Token `t` has K places for experts, its *slots*, and `topk_ids[t, k]` is the expert in its slot `k`. One such choice,
+# the pair `(t, k)`, is a *route*. We take the router's choices as given. Expert 0 is popular, expert 1 is not, and token
+# 2 has only one live route: `-1` masks the other.
 
 # %%
 x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [2.0, -1.0]])  # (T, H)
@@ -97,7 +99,7 @@ w_down = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, -1.0]])[..., None]  # (E, H
 show(x=x, topk_ids=topk_ids, topk_weights=topk_weights)
 
 # %% [markdown]
-# What the layer means fits in a double loop. For token $t$, route $k$ and expert $e$,
+# What the layer means fits in a double loop. For token $t$, slot $k$ and the expert $e$ in it,
 #
 # $$\mathrm{gate} = W^{g}_e\, x_t, \quad \mathrm{up} = W^{u}_e\, x_t \qquad
 #   y_t = \sum_k w_{tk}\ W^{d}_e\, \bigl(\mathrm{silu}(\mathrm{gate}) \cdot \mathrm{up}\bigr) \qquad
@@ -144,8 +146,8 @@ show(**plan._asdict())
 
 # %% [markdown]
 # Read it aloud. `row_start`: expert 0 owns rows 0 to 3, expert 1 row 4, expert 2 rows 5 and 6. `token_of_row[4]` is 1:
-# row 4 is token 1. `slot_of_row[4]` is 0: on that token's first route. `row_of_slot` goes the other way: token 1's
-# routes are in rows 4 and 1. The masked route has no row at all: it will cost nothing.
+# row 4 is token 1. `slot_of_row[4]` is 0: its first slot. `row_of_slot` goes the other way: token 1's slots have rows 4
+# and 1. The masked route has no row at all: it will cost nothing.
 
 # %% tags=["hide-input"] alt="Four tokens go to seven rows, sorted by expert, and come back"
 COLOURS = ["#2e6f9e", "#c0662b", "#5f8a3a"]  # experts 0, 1, 2 in every figure
@@ -310,8 +312,9 @@ for (name, grad), leaf in zip(by_hand.items(), leaves):
 # The reference is clear, and it is slow for three reasons that you can count without owning a GPU.
 #
 # **Experts are not equally busy.** A router is free to prefer some. Below, 16,384 tokens choose 8 of 128 experts: once
-# as evenly as possible, and once by Zipf's law, as an untrained or drifting router does. A loop over experts must cope
-# with products of any height; a kernel that gives every expert the same room must size it for the busiest.
+# as evenly as possible, and once by Zipf's law, the n-th most popular expert drawn with a probability proportional to
+# 1/n: a long tail, to stand for a router that is far from balance. A loop over experts must cope with products of any
+# height; a kernel that gives every expert the same room must size it for the busiest.
 
 # %% tags=["hide-input"] alt="Rows of each of 128 experts, busiest first"
 _, axes = plt.subplots(figsize=(9, 3.6), layout="constrained")
@@ -374,7 +377,7 @@ print(f"\nthe least that any implementation pays: {roofline.allowed_ms(p, 'forwa
 #     softmax in low precision underflows, and some routers switch routes off that way. The same holds for weights that
 #     are merely tiny: the quotient of two rounded tiny numbers is noise.
 
-# %%
+# %% tags=["solution"]
 some_zero = topk_weights.clone()
 some_zero[0, 1] = 0
 

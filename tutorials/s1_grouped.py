@@ -23,10 +23,10 @@
 # Where there is no GPU the same kernels run in Triton's interpreter. It is slow, but right.
 
 # %%
-import difflib
 import inspect
 import json
 import os
+import textwrap
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -36,6 +36,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads this when it is imported, below
 
 from mega_moe import LADDER, Problem, moe, roofline, routing
+from mega_moe import reference as plain_torch
 from mega_moe.kernels.blocks import blocks_of_target
 from mega_moe.kernels.combine import combine, dispatch_backward
 from mega_moe.kernels.dispatch import dispatch
@@ -47,7 +48,7 @@ from mega_moe.launches import launches
 from mega_moe.parity import Oracle, worst_row
 from mega_moe.samples import random_inputs
 from mega_moe.shapes import PRESETS, Inputs, Need
-from mega_moe.stages import s0_reference, s1_grouped
+from mega_moe.stages import s1_grouped
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.set_default_device(device)
@@ -88,21 +89,28 @@ def launches_of(rung, experts):
     inputs, dy = random_inputs(problem)
     _, saved = rung.forward(problem, inputs)
     rung.backward(problem, inputs, saved, dy)  # once before counting: a first call compiles
-    return [
-        *launches(lambda: rung.forward(problem, inputs), device),
-        *launches(lambda: rung.backward(problem, inputs, saved, dy), device),
-    ]
+    return {
+        "forward": launches(lambda: rung.forward(problem, inputs), device),
+        "backward": launches(lambda: rung.backward(problem, inputs, saved, dy), device),
+    }
 
 
-counts = {rung.name: {e: len(launches_of(rung, e)) for e in (2, 8, 32)} for rung in (reference, grouped)}
-for name, count in counts.items():
-    print(f"{name:9}", "   ".join(f"{e:2} experts: {n:3} launches" for e, n in count.items()))
+for rung in (reference, grouped):
+    counts = {experts: sum(map(len, launches_of(rung, experts).values())) for experts in (2, 8, 32)}
+    print(f"{rung.name:9}", "   ".join(f"{experts:2} experts: {n:3} launches" for experts, n in counts.items()))
 
 # %% [markdown]
 # Rung 1 launches these, always, in this order:
 
 # %%
-print(*launches_of(grouped, experts=4), sep="\n")
+for direction, names in launches_of(grouped, experts=4).items():
+    print(f"{direction}, {len(names)} launches")
+    print(*(f"    {name}" for name in names), sep="\n")
+
+# %% [markdown]
+# That is fourteen kernels and one memset, which zeroes the gradients of `topk_weights`: a masked route has no row, so no
+# kernel would write that route's. Backward dispatches twice, dy and then x again: `rows` is copied anew, not kept from
+# forward, since it would occupy memory until backward comes.
 
 # %% [markdown]
 # **Bytes and arithmetic.** What could the hardware do? A step cannot take less time than its arithmetic needs at the
@@ -363,16 +371,25 @@ show(dtopk_weights=dtopk_weights, dx=dx, dw_down=dw_down.squeeze(-1))
 #     --8<-- "mega_moe/kernels/swiglu.py:backward"
 #     ```
 #
-# ## The rung, as a difference
+# ## Beside the reference
 #
-# Put together, this is the recipe of `stage="grouped"`. What it has learnt since rung 0, by `difflib`:
+# Put together, this is the recipe of `stage="grouped"`, each direction below the reference's. Step answers step. What is
+# new is what each name stands for, a launch instead of a loop, and that a gradient which nobody needs is not computed.
+
 
 # %% tags=["hide-input"]
-recipes = [
-    "\n\n".join(inspect.getsource(function).rstrip() for function in (stage.forward, stage.backward)).splitlines()
-    for stage in (s0_reference, s1_grouped)
-]
-print(*difflib.unified_diff(*recipes, "stages/s0_reference.py", "stages/s1_grouped.py", lineterm="", n=9), sep="\n")
+def body(function):
+    """The function's source below its docstring."""
+    return textwrap.dedent(inspect.getsource(function).split('"""')[-1].strip("\n"))
+
+
+recipes = {
+    "reference/forward.py": plain_torch.forward,
+    "mega_moe/stages/s1_grouped.py, forward": s1_grouped.forward,
+    "reference/backward.py": plain_torch.backward,
+    "mega_moe/stages/s1_grouped.py, backward": s1_grouped.backward,
+}
+print(*(f"# {place}\n{body(function)}" for place, function in recipes.items()), sep="\n\n")
 
 # %% [markdown]
 # To a user it is one word. Ask for either rung and get the same layer, gradients included:
@@ -466,7 +483,7 @@ else:
 #     3. It does not know how many there are. The number is on the device, and to fetch it the host would have to wait
 #        for everything it has queued before: all kernels of the layers below.
 
-# %%
+# %% tags=["solution"]
 BLOCK_R = blocks_of_target("sm_90", torch.bfloat16).rows.BLOCK_R
 routing_only = PRESETS["qwen3-30b-a3b"].at(H=1, I=1, device=device, dtype=torch.float32)
 for name in ("balanced", "zipf"):

@@ -64,7 +64,7 @@ class Blocks:
 MAP = Elementwise(BLOCK_R=8, BLOCK_N=256, num_warps=4)
 
 # fp32 is multiplied as IEEE fp32, without TF32's matrix instructions: it is for checking, and its tiles are small.
-FP32 = Blocks(Rows(64, 64, 32, 8, 2), WeightGrad(64, 64, 32, 8, 2), MAP)
+FP32 = Blocks(Rows(64, 64, 32, 8, 2), WeightGrad(64, 64, 32, 8, 2), Elementwise(8, 128, 4))
 
 HALF = {  # bf16 and fp16
     "sm_90": Blocks(Rows(128, 256, 64, 8, 4), WeightGrad(128, 256, 64, 8, 4), MAP),

@@ -2,8 +2,8 @@
 
 New since reference: the loop over experts is gone. The plan of rows is made on the device, dispatch copies tokens into
 the order of their experts, and a grouped GEMM finds out by itself which expert a block of rows belongs to. The host
-launches the same fourteen kernels whatever the routing says, and never waits. Every step is still a kernel of its own,
-and every tensor between two steps goes through memory: that is what the rungs above take away.
+launches the same fourteen kernels and one memset whatever the routing says, and never waits. Every step is still a
+kernel of its own, and every tensor between two steps goes through memory: that is what the rungs above take away.
 """
 
 from torch import Tensor

@@ -1,0 +1,34 @@
+"""What the README and the parity page tell a newcomer to type runs as it stands, and prints what the README shows."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The fenced blocks of a page in one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+
+
+EXAMPLES = [(page, code) for page in ("README.md", "docs/parity.md") for code in blocks(page, "python")]
+
+
+def test_there_are_examples():
+    assert [page for page, _ in EXAMPLES] == ["README.md", "README.md", "docs/parity.md"]
+
+
+@pytest.mark.parametrize("page, code", EXAMPLES, ids=[f"{page}-{at}" for at, (page, _) in enumerate(EXAMPLES)])
+def test_an_example_runs_and_prints_what_its_page_says(page, code, capsys):
+    """Each block by itself, as one would paste it. A seeded one draws on the
+    CPU, so that it prints the same everywhere."""
+    with torch.random.fork_rng():
+        exec(compile(code, page, "exec"), {"__name__": "__main__"})
+
+    printed = capsys.readouterr().out
+    assert printed
+    if "manual_seed" in code:
+        assert printed in blocks(page, "text")
