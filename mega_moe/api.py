@@ -45,9 +45,10 @@ def moe(
         ValueError: a shape, device or stage that does not fit, an id outside the table, a limit that is not positive.
         RuntimeError: the stage cannot run here; the message is its why_not.
     """
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, w_gate_up, w_down = x.to(dtype), w_gate_up.to(dtype), w_down.to(dtype)
+    device = x.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):  # a meta tensor has no autocast
+        dtype = torch.get_autocast_dtype(device)
+        x, w_gate_up, w_down = (t.to(dtype) if t.dtype in DTYPES else t for t in (x, w_gate_up, w_down))
     check(x, topk_ids, topk_weights, w_gate_up, w_down, swiglu_limit)
     y, _ = autograd.forward(x, topk_ids, topk_weights, w_gate_up, w_down, stage, swiglu_limit, check_ids)
     return y

@@ -32,7 +32,7 @@ def forward(
         raise RuntimeError(reason)
     if check_ids or not x.is_cuda:
         refuse_ids_outside(topk_ids, problem.E)
-    with on_device_of(x):
+    with on_device_of(x), torch.autocast(x.device.type, enabled=False):
         y, saved = rung.forward(problem, inputs)
     return y, saved.tensors()
 
@@ -60,7 +60,7 @@ def backward(
 ) -> list[Tensor]:
     """The needed gradients, in the order dx, dtopk_weights, dw_gate_up, dw_down."""
     inputs = Inputs(x, topk_ids, topk_weights, w_gate_up, w_down)
-    with on_device_of(x):
+    with on_device_of(x), torch.autocast(x.device.type, enabled=False):
         grads = rung_of(stage).backward(inputs.problem(swiglu_limit), inputs, Saved.of(saved), dy, Need(*need))
     return grads.tensors()
 

@@ -7,12 +7,13 @@ from .shapes import Plan
 
 
 def route(logits: Tensor, top_k: int, norm_topk_prob: bool = False) -> tuple[Tensor, Tensor]:
-    """Choose K experts for each token, as Qwen3-MoE does: logits (T, E) -> topk_ids int64, topk_weights fp32, (T, K).
+    """Choose K experts for each token, as Qwen3-MoE does: logits (T, E) -> topk_ids int64 and topk_weights, (T, K).
 
-    Softmax over all experts in fp32, the K largest probabilities, divided by their sum if norm_topk_prob. With K = 1
-    and norm_topk_prob every weight is 1 and the router receives no gradient.
+    Softmax over all experts in fp32 or wider, the K largest probabilities, divided by their sum if norm_topk_prob. With
+    K = 1 and norm_topk_prob every weight is 1 and the router receives no gradient.
     """
-    topk_weights, topk_ids = logits.float().softmax(-1).topk(top_k, -1)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    topk_weights, topk_ids = wide.softmax(-1).topk(top_k, -1)
     if norm_topk_prob:
         total = topk_weights.sum(-1, keepdim=True)
         topk_weights = topk_weights / total.clamp_min(torch.finfo(total.dtype).tiny)

@@ -82,7 +82,7 @@ def router_weights_backward(dact: Tensor, act: Tensor, topk_weights: Tensor, pla
     dtopk_weights (T, K), zero where the route is masked.
     """
     dweight = (dact.to(wide(dact)) * act).sum(-1)
-    dtopk_weights = torch.zeros_like(topk_weights)
+    dtopk_weights = topk_weights.new_zeros(topk_weights.shape)
     dtopk_weights[plan.token_of_row, plan.slot_of_row] = dweight.to(topk_weights.dtype)
     return dtopk_weights
 

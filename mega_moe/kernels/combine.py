@@ -47,7 +47,7 @@ def combine_kernel(
     y = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
     for slot in tl.static_range(K):
         out, live = load_slot(out_ptr, row_of_slot_ptr, token, h, slot, T, H, K)
-        at_weight = topk_weights_ptr + token.to(tl.int64) * stride_t + slot * stride_k
+        at_weight = topk_weights_ptr + token.to(tl.int64) * stride_t + tl.cast(slot, tl.int64) * stride_k
         y += tl.load(at_weight, mask=live, other=0.0).to(tl.float32)[:, None] * out
 
     mask = (token < T)[:, None] & (h < H)[None, :]

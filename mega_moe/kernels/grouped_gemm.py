@@ -50,7 +50,8 @@ def grouped_gemm_kernel(
         # compiler that its neighbours lie side by side, and they would be loaded one by one.
         r_read = tl.minimum(r, end - 1).to(tl.int64)
         a_at = a_ptr + r_read[:, None] * C + c[None, :]
-        w_at = w_ptr + expert.to(tl.int64) * stride_we + n.to(tl.int64)[None, :] * stride_wn + c[:, None] * stride_wc
+        w_at = w_ptr + expert.to(tl.int64) * stride_we
+        w_at = w_at + n.to(tl.int64)[None, :] * stride_wn + c.to(tl.int64)[:, None] * stride_wc
 
         acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
         for start in range(0, C, BLOCK_C):
@@ -62,7 +63,7 @@ def grouped_gemm_kernel(
                 w = tl.load(w_at, mask=inside[:, None] & (n < N)[None, :], other=0.0)
             acc = dot(a, w, acc)
             a_at += BLOCK_C
-            w_at += BLOCK_C * stride_wc
+            w_at += tl.cast(BLOCK_C, tl.int64) * stride_wc
 
         mask = (r < end)[:, None] & (n < N)[None, :]
         to_out = out_ptr + r.to(tl.int64)[:, None] * N + n[None, :]
