@@ -46,7 +46,7 @@ def moe(
         RuntimeError: the stage cannot run here; the message is its why_not.
     """
     device = x.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):  # a meta tensor has no autocast
+    if device != "meta" and torch.is_autocast_enabled(device):  # torch knows no autocast for meta tensors
         dtype = torch.get_autocast_dtype(device)
         x, w_gate_up, w_down = (t.to(dtype) if t.dtype in DTYPES else t for t in (x, w_gate_up, w_down))
     check(x, topk_ids, topk_weights, w_gate_up, w_down, swiglu_limit)
