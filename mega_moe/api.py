@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from . import autograd
 from .registry import DEFAULT
@@ -43,15 +44,25 @@ def moe(
     Raises:
         TypeError: a dtype that does not fit, named with its argument.
         ValueError: a shape, device or stage that does not fit, an id outside the table, a limit that is not positive.
-        RuntimeError: the stage cannot run here; the message is its why_not.
+        RuntimeError: the stage cannot run here (the message is its why_not), or an input has a forward-mode tangent.
     """
     device = x.device.type
     if device != "meta" and torch.is_autocast_enabled(device):  # torch knows no autocast for meta tensors
         dtype = torch.get_autocast_dtype(device)
         x, w_gate_up, w_down = (t.to(dtype) if t.dtype in DTYPES else t for t in (x, w_gate_up, w_down))
     check(x, topk_ids, topk_weights, w_gate_up, w_down, swiglu_limit)
+    if not torch.compiler.is_compiling():
+        refuse_forward_mode(x, topk_weights, w_gate_up, w_down)
     y, _ = autograd.forward(x, topk_ids, topk_weights, w_gate_up, w_down, stage, swiglu_limit, check_ids)
     return y
+
+
+def refuse_forward_mode(*tensors: Tensor) -> None:
+    """Raise RuntimeError for a dual tensor: a custom operator would drop its tangent without a word."""
+    if any(unpack_dual(t).tangent is not None for t in tensors):
+        raise RuntimeError(
+            "moe has no forward-mode derivative: use reverse mode, or mega_moe.reference.forward(...), plain torch"
+        )
 
 
 def check(

@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from cases import (
     DEVICE,
     DIFFERENTIABLE,
@@ -89,6 +90,35 @@ def test_what_nobody_needs_is_not_computed(name, fused):
     unwanted = {w.numel() for w in (inputs.w_gate_up, inputs.w_down)} - {getattr(grads, name).numel()}
     assert not allocations.sizes & unwanted
     assert len(launches(one, DEVICE)) < len(launches(lambda: fused.backward(problem, inputs, saved, dy), DEVICE))
+
+
+def test_dw_down_alone_needs_no_product_over_rows(fused):
+    """It is made from dy and act; dact, which the other three are made from, is a product of its own."""
+    problem, inputs, dy = layer(IDS)
+    _, saved = fused.forward(problem, inputs)
+    need = Need(dx=False, dtopk_weights=False, dw_gate_up=False)
+    names = launches(lambda: fused.backward(problem, inputs, saved, dy, need), DEVICE)
+    assert "weight_grad_kernel" in names or fused.name != "grouped"
+    assert "grouped_gemm_kernel" not in names
+
+
+def test_forward_mode_is_an_error(rung):
+    """A custom operator drops tangents in silence, which reads as a derivative of zero."""
+    _, inputs, dy = layer(IDS, dtype=torch.float32)
+    with forward_ad.dual_level():
+        dual = replace(inputs, x=forward_ad.make_dual(inputs.x, dy))
+        with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+            moe(**vars(dual), stage=rung.name)
+
+
+def test_backward_runs_on_the_stage_of_forward(rung, monkeypatch):
+    """Results would not tell: all stages give the same."""
+    _, inputs, dy = layer(IDS)
+    asked = []
+    recipe, backward = rung.recipe(), rung.recipe().backward
+    monkeypatch.setattr(recipe, "backward", lambda *args: asked.append(rung.name) or backward(*args))
+    train(rung, inputs, dy)
+    assert asked == [rung.name]
 
 
 # What else a training loop does.

@@ -213,6 +213,7 @@ def test_route():
     probabilities = logits.softmax(-1)
     assert torch.equal(topk_weights, probabilities.gather(1, topk_ids))
     assert (topk_weights[:, 0] >= topk_weights[:, 1]).all() and (topk_weights.sum(1) < 1).all()
+    assert layer().bfloat16().route(tokens(2, 5).bfloat16())[1].dtype == torch.float32
     _, normalised, _ = layer(norm_topk_prob=True).route(tokens(2, 5))
     torch.testing.assert_close(normalised, topk_weights / topk_weights.sum(1, keepdim=True))
 
