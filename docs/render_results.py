@@ -35,6 +35,9 @@ KEPT = (
 )
 """What a record keeps of a benchmark's extra_info, beside its times."""
 
+PEERS = ("transformers", "liger-kernel", "moe-ops", "sonic-moe", "quack-kernels", "nvidia-cutlass-dsl")
+"""Other people's packages whose versions belong to the numbers. A record has those that were installed."""
+
 
 def main(arguments: list[str]) -> None:
     """Record the given pytest-benchmark files, if any, and write the pages."""
@@ -157,7 +160,7 @@ def _table(row: dict) -> tuple[str, str]:
 
 def _machine(record: dict) -> str:
     m = record["machine"]
-    versions = ", ".join(f"{what} {m[what]}" for what in ("torch", "triton", "transformers", "python") if m[what])
+    versions = ", ".join(f"{what} {m[what]}" for what in ("torch", "triton", *PEERS, "python") if m.get(what))
     warning = ""
     if is_cpu(record):
         warning = "\n\n**A CPU's times are no results; those marked interpreted are Triton's interpreter at work.**"

@@ -6,6 +6,7 @@ from torch.autograd.forward_ad import unpack_dual
 
 from . import autograd
 from .registry import DEFAULT
+from .shapes import SAVES
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -20,6 +21,7 @@ def moe(
     w_down: Tensor,
     *,
     stage: str = DEFAULT,
+    save: str | None = None,
     swiglu_limit: float | None = None,
     check_ids: bool = False,
 ) -> Tensor:
@@ -33,6 +35,9 @@ def moe(
             free view gate_up_proj.unflatten(1, (2, -1)).
         w_down: (E, H, I), in x's dtype.
         stage: which rung computes it, a name from `mega_moe.LADDER`. All of them give the same result.
+        save: "pre" keeps the experts' R * 2I activations before SwiGLU for backward (R = T*K rows, x's dtype); "inputs"
+            keeps the inputs and the plan of rows, and backward makes them again: it then multiplies a third more, to
+            the same bits. None: "pre". Where no gradient can be asked for, nothing is kept.
         swiglu_limit: before SwiGLU clamp `gate` to at most this, and `up` to [-limit, limit]; None: no clamp.
         check_ids: look for ids outside the table on a GPU too, which waits for the device. On a CPU they are always
             looked for; on a GPU without this they count as masked.
@@ -43,18 +48,26 @@ def moe(
 
     Raises:
         TypeError: a dtype that does not fit, named with its argument.
-        ValueError: a shape, device or stage that does not fit, an id outside the table, a limit that is not positive.
+        ValueError: a shape, device, stage or save that does not fit, an id outside the table, a limit that is not
+            positive.
         RuntimeError: the stage cannot run here (the message is its why_not), or an input has a forward-mode tangent.
     """
     device = x.device.type
     if device != "meta" and torch.is_autocast_enabled(device):  # torch knows no autocast for meta tensors
         dtype = torch.get_autocast_dtype(device)
         x, w_gate_up, w_down = (t.to(dtype) if t.dtype in DTYPES else t for t in (x, w_gate_up, w_down))
-    check(x, topk_ids, topk_weights, w_gate_up, w_down, swiglu_limit)
+    check(x, topk_ids, topk_weights, w_gate_up, w_down, swiglu_limit, save)
     if not torch.compiler.is_compiling():
         refuse_forward_mode(x, topk_weights, w_gate_up, w_down)
-    y, _ = autograd.forward(x, topk_ids, topk_weights, w_gate_up, w_down, stage, swiglu_limit, check_ids)
+    save = worth_saving(save or "pre", x, topk_weights, w_gate_up, w_down)
+    y, _ = autograd.forward(x, topk_ids, topk_weights, w_gate_up, w_down, stage, swiglu_limit, save, check_ids)
     return y
+
+
+def worth_saving(save: str, *tensors: Tensor) -> str:
+    """`save`, or "inputs" where none of the tensors can be asked for a gradient: then nobody would read pre."""
+    differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    return save if differentiable else "inputs"
 
 
 def refuse_forward_mode(*tensors: Tensor) -> None:
@@ -66,9 +79,15 @@ def refuse_forward_mode(*tensors: Tensor) -> None:
 
 
 def check(
-    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor, swiglu_limit: float | None
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    swiglu_limit: float | None,
+    save: str | None,
 ) -> None:
-    """Raise what `moe` documents, from shapes, dtypes and devices alone."""
+    """Raise what `moe` documents, from shapes, dtypes, devices and the options alone."""
     tensors = dict(x=x, topk_ids=topk_ids, topk_weights=topk_weights, w_gate_up=w_gate_up, w_down=w_down)
     ranks = dict(x="(T, H)", topk_ids="(T, K)", topk_weights="(T, K)", w_gate_up="(E, 2, I, H)", w_down="(E, H, I)")
     for name, t in tensors.items():
@@ -104,3 +123,5 @@ def check(
         raise ValueError(f"T * K = {T * K} rows, more than {MOST_ROWS}: split the tokens into several calls")
     if swiglu_limit is not None and not swiglu_limit > 0:
         raise ValueError(f"swiglu_limit must be positive, not {swiglu_limit}")
+    if save is not None and save not in SAVES:
+        raise ValueError(f"save must be {' or '.join(map(repr, SAVES))}, not {save!r}")

@@ -23,15 +23,15 @@ def why_not() -> str | None:
     return None
 
 
-def command(shapes: list[str], results: Path | None) -> list[str]:
+def command(shapes: list[str], save: str, results: Path | None) -> list[str]:
     """The pytest command line. shapes: names of presets (none: the benchmarks' default); results: a JSON file."""
-    options = [f"--shape={shape}" for shape in shapes]
+    options = [*(f"--shape={shape}" for shape in shapes), f"--save={save}"]
     if results:
         options.append(f"--benchmark-json={results.resolve()}")
     return [sys.executable, "-m", "pytest", str(BENCHMARKS), *options]
 
 
-def run(shapes: list[str], results: Path | None) -> int:
+def run(shapes: list[str], save: str, results: Path | None) -> int:
     """Run them, from the checkout. Returns 0, 1 where one failed, 2 where pytest refused the options."""
-    code = subprocess.run(command(shapes, results), cwd=CHECKOUT, check=False).returncode
+    code = subprocess.run(command(shapes, save, results), cwd=CHECKOUT, check=False).returncode
     return {0: 0, USAGE_ERROR: 2}.get(code, 1)

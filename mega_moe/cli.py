@@ -24,7 +24,7 @@ from . import bench, doctor, ladder
 from .ladder import DTYPES
 from .registry import LADDER, Rung
 from .samples import ROUTINGS, load_layer, random_inputs
-from .shapes import PRESETS, Inputs, Problem
+from .shapes import PRESETS, SAVES, Inputs, Problem
 
 PATIENCE = 300  # seconds that a run on a CPU may take without --force
 
@@ -77,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--stage", action="append", metavar="NAME", help="this rung only; may be repeated (default: all)")
     add("--routing", choices=ROUTINGS, help="how tokens spread over experts (default: balanced)")
     add("--dtype", choices=tuple(DTYPES), help="default: bf16, or the layer's own")
+    add("--save", choices=SAVES, default="pre", help="what forward keeps for backward (default: pre)")
     add("--device", choices=("cuda", "cpu"), help="default: the GPU if there is one")
     add("--seed", type=int, default=0, help="default: 0")
     add("--json", action="store_true", help="print JSON, as mega_moe.ladder.Climb.as_json describes it")
@@ -87,6 +88,9 @@ def _parser() -> argparse.ArgumentParser:
     bench_command = commands.add_parser("bench", help="the benchmarks, beside what people use today")
     shapes = f"{' | '.join(PRESETS)}; may be repeated (default: both models on a GPU, tiny on a CPU)"
     bench_command.add_argument("--shape", action="append", metavar="NAME", help=shapes)
+    bench_command.add_argument(
+        "--save", choices=SAVES, default="pre", help="what a rung's forward keeps for its backward (default: pre)"
+    )
     bench_command.add_argument(
         "--json", type=Path, metavar="FILE.json", help="where pytest-benchmark writes its results"
     )
@@ -182,7 +186,9 @@ def _layer(arguments: argparse.Namespace, rungs: list[Rung], device: str) -> lad
     """The layer to run, random or from a file, if this machine can run it in reasonable time."""
     dtype = DTYPES[arguments.dtype] if arguments.dtype else None
     if arguments.layer is None:
-        problem = _shape(arguments.shape or "tiny").at(device=device, dtype=dtype or torch.bfloat16)
+        problem = _shape(arguments.shape or "tiny").at(
+            device=device, dtype=dtype or torch.bfloat16, save=arguments.save
+        )
         routing = arguments.routing or "balanced"
         _check_patience(rungs, problem, arguments.force)
         return ladder.Layer(problem, *random_inputs(problem, routing, arguments.seed), routing)
@@ -202,7 +208,7 @@ def _layer(arguments: argparse.Namespace, rungs: list[Rung], device: str) -> lad
             inputs.w_gate_up.to(dtype),
             inputs.w_down.to(dtype),
         )
-    problem = inputs.problem()
+    problem = inputs.problem(save=arguments.save)
     _check_patience(rungs, problem, arguments.force)
     _, dy = random_inputs(problem.at(I=1, E=1, K=1), seed=arguments.seed)
     return ladder.Layer(problem, inputs, dy, "layer")
@@ -243,4 +249,4 @@ def _bench(arguments: argparse.Namespace) -> int:
     reason = bench.why_not()
     if reason:
         raise Refused(reason)
-    return bench.run(shapes, arguments.json)
+    return bench.run(shapes, arguments.save, arguments.json)

@@ -138,7 +138,8 @@ class Climb:
             W              int         ranks: 1
             dtype          str         of x and the weights: "fp32", "bf16", "fp16", "fp64"
             routing        str         "balanced", "zipf", "hot"; "layer" where it was read from a file
-            save           str         what forward keeps for backward: "pre", what gate_up puts out
+            save           str         what forward keeps for backward: "pre", what gate_up puts out; or "inputs", and
+                                       backward makes pre again
             precision      str | null  what the products are computed in; null: in dtype
 
         rows: one for each rung that was asked for, in that order; without --stage, the whole ladder from below.
@@ -321,11 +322,11 @@ def device_name(device: str) -> str:
 
 
 def facts(layer: Layer) -> dict:
-    """The problem as JSON: one rank, pre saved, computed in the inputs' own dtype."""
+    """The problem as JSON: one rank, computed in the inputs' own dtype."""
     p = layer.problem
     dtype = next(name for name, dtype in DTYPES.items() if dtype == p.dtype)
     sizes = {letter: getattr(p, letter) for letter in "THIEK"}
-    return sizes | {"W": 1, "dtype": dtype, "routing": layer.routing, "save": "pre", "precision": None}
+    return sizes | {"W": 1, "dtype": dtype, "routing": layer.routing, "save": p.save, "precision": None}
 
 
 def plain(value: float) -> str:

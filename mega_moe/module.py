@@ -62,6 +62,7 @@ class MoE(nn.Module):
         top_k: K, experts per token.
         norm_topk_prob: divide a token's K router weights by their sum.
         stage: which rung computes it, a name from `mega_moe.LADDER`; may be changed at any time.
+        save: what forward keeps for backward, see `moe`.
         swiglu_limit: clamp before SwiGLU, see `moe`.
         device: of the parameters, as for any torch module.
         dtype: of the parameters; x must have it too, unless autocast casts both.
@@ -78,6 +79,7 @@ class MoE(nn.Module):
         *,
         norm_topk_prob: bool = False,
         stage: str = DEFAULT,
+        save: str | None = None,
         swiglu_limit: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -90,6 +92,7 @@ class MoE(nn.Module):
         self.top_k = top_k
         self.norm_topk_prob = norm_topk_prob
         self.stage = stage
+        self.save = save
         self.swiglu_limit = swiglu_limit
         self.reset_parameters()
 
@@ -123,6 +126,7 @@ class MoE(nn.Module):
             w_gate_up,
             self.experts.down_proj,
             stage=self.stage,
+            save=self.save,
             swiglu_limit=self.swiglu_limit,
         )
         return y.view(x.shape)

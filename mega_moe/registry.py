@@ -51,6 +51,9 @@ class Rung:
 LADDER = (
     Rung("reference", "s0_reference", "plain torch, a loop over experts", needs_triton=False),
     Rung("grouped", "s1_grouped", "one launch multiplies the rows of all experts"),
+    Rung("swiglu", "s2_swiglu", "SwiGLU in the epilogue of the GEMM that makes its operand"),
+    Rung("gather", "s3_gather", "rows are gathered in the GEMM's loads and stored by slot: no permuted copies"),
+    Rung("persistent", "s4_persistent", "resident programs draw tiles by ticket; contiguous tiles come by TMA"),
 )
 """The rungs, each a little more fused than the one before."""
 

@@ -11,6 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+SAVES = ("pre", "inputs")
+"""What forward may keep for backward: pre as well, or nothing that can be made again from the inputs."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -25,6 +28,7 @@ class Problem:
         dtype: of x and of both weights.
         device: a device type, "cpu" or "cuda".
         swiglu_limit: clamps gate from above and up from both sides before SwiGLU; None: no clamp.
+        save: "pre": forward keeps the plan and pre for backward; "inputs": the plan alone; backward makes pre again.
     """
 
     T: int
@@ -35,6 +39,7 @@ class Problem:
     dtype: torch.dtype = torch.bfloat16
     device: str = "cuda"
     swiglu_limit: float | None = None
+    save: str = "pre"
 
     @property
     def R(self) -> int:
@@ -72,11 +77,11 @@ class Inputs:
     w_gate_up: Tensor
     w_down: Tensor
 
-    def problem(self, swiglu_limit: float | None = None) -> Problem:
-        """The facts of these tensors."""
+    def problem(self, swiglu_limit: float | None = None, save: str = "pre") -> Problem:
+        """The facts of these tensors, and the two that no tensor shows."""
         T, H = self.x.shape
         E, _, I, _ = self.w_gate_up.shape
-        return Problem(T, H, I, E, self.topk_ids.shape[1], self.x.dtype, self.x.device.type, swiglu_limit)
+        return Problem(T, H, I, E, self.topk_ids.shape[1], self.x.dtype, self.x.device.type, swiglu_limit, save)
 
 
 class Plan(NamedTuple):
@@ -106,25 +111,28 @@ class Plan(NamedTuple):
 class Saved(NamedTuple):
     """What forward keeps for backward, beside the inputs; the shapes depend on the problem alone.
 
-    The plan is kept because it is small and backward walks the same rows; pre because recomputing it would repeat the
-    larger GEMM (`4*R*H*I` of forward's `6*R*H*I` flops). act is not kept: it is one elementwise pass away from pre.
+    The plan is kept because it is small and backward walks the same rows. pre is the one tensor worth keeping beside
+    it: to make it again repeats the larger GEMM, `4*R*H*I` flops, so that backward has 16 units of `R*H*I` to do and
+    not 12; to keep it takes `R * 2I` elements, 384 MiB for a layer of qwen3-30b-a3b at T = 16384. All else is cheap to
+    make again: rows are copies of x, act is one elementwise pass away from pre, and backward has no use for out.
 
     Attributes:
         plan: where every route goes.
-        pre: (R, 2, I), in x's dtype; rows of masked routes are never written.
+        pre: (R, 2, I), in x's dtype; rows of masked routes are never written. None where `Problem.save` is "inputs".
     """
 
     plan: Plan
-    pre: Tensor
+    pre: Tensor | None
 
     def tensors(self) -> list[Tensor]:
-        """As a flat list, the form in which torch's custom operators return it."""
-        return [*self.plan, self.pre]
+        """As a flat list of the plan's four tensors and pre, if it was kept: so torch's custom operators return it."""
+        return [*self.plan] if self.pre is None else [*self.plan, self.pre]
 
     @classmethod
     def of(cls, tensors: list[Tensor]) -> "Saved":
         """The inverse of `tensors`."""
-        return cls(Plan(*tensors[:4]), tensors[4])
+        plan, pre = tensors[:4], tensors[4:]
+        return cls(Plan(*plan), pre[0] if pre else None)
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def show(climb: Climb, name: str) -> None:
         console.width = WIDTH
     p = climb.problem
     sizes = "  ".join(f"{letter}={p[letter]}" for letter in "THIEK")
-    console.print(f"[bold]{escape(name)}[/]  {sizes}  {p['dtype']}  routing: {p['routing']}")
+    console.print(f"[bold]{escape(name)}[/]  {sizes}  {p['dtype']}  routing: {p['routing']}  save: {p['save']}")
     console.print(f"[dim]{escape(climb.where)}[/]\n")
 
     ran = [row for row in climb.rows if row.parity]

@@ -1,6 +1,6 @@
 """The one table of cases that every rung is held to: what a layer may look like, and which of all combinations to run.
 
-A case is one value on each of seven axes. All combinations are thousands, which a GPU runs in minutes (`-m full`). In
+A case is one value on each of eight axes. All combinations are thousands, which a GPU runs in minutes (`-m full`). In
 the interpreter a covering array stands for them: some fifty cases in which every *pair* of values occurs, since a fault
 that needs three things at once is rare and one that needs two (a tail and a mask, say) is not.
 """
@@ -18,7 +18,7 @@ from mega_moe import moe
 from mega_moe.parity import OUTPUTS, Oracle
 from mega_moe.registry import Rung
 from mega_moe.samples import random_inputs
-from mega_moe.shapes import Grads, Inputs, Problem
+from mega_moe.shapes import SAVES, Grads, Inputs, Problem
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 """Where tests run. On a CPU that is Triton's interpreter, which conftest.py switches on."""
@@ -61,6 +61,7 @@ class Case:
     scale: float = 1.0
     layout: str = "contiguous"
     weights: str = "fp32"  # the dtype of topk_weights
+    save: str = "pre"
     poison: bool = True  # memory that nobody wrote holds NaN
 
     def __str__(self) -> str:
@@ -70,7 +71,7 @@ class Case:
     def problem(self) -> Problem:
         """The facts of the layer."""
         T, H, I, E, K = SHAPES[self.shape]
-        return Problem(0 if self.routing == "no tokens" else T, H, I, E, K, DTYPES[self.dtype], DEVICE)
+        return Problem(0 if self.routing == "no tokens" else T, H, I, E, K, DTYPES[self.dtype], DEVICE, save=self.save)
 
     def layer(self) -> tuple[Problem, Inputs, Tensor]:
         """The problem, its inputs and dy, the same each time."""
@@ -89,6 +90,7 @@ AXES = dict(
     scale=SCALES,
     layout=LAYOUTS,
     weights=WEIGHTS,
+    save=SAVES,
     poison=POISON,
 )
 

@@ -17,7 +17,7 @@ from mega_moe import bench, cli, figure, ladder, tables
 from mega_moe.parity import Parity
 from mega_moe.registry import LADDER, Rung
 from mega_moe.samples import LAYER, random_inputs
-from mega_moe.shapes import PRESETS, Problem
+from mega_moe.shapes import PRESETS, SAVES, Problem
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 OUTPUTS = ["y", "dx", "dtopk_weights", "dw_gate_up", "dw_down"]
@@ -117,6 +117,18 @@ def test_float64_is_the_references_alone(capsys):
     code, result = ladder_json(capsys, *SMALL, "--dtype", "fp64")
     assert code == 0 and result["rows"][0]["failed"] == []
     assert all("float64" in row["why_not"] for row in result["rows"][1:])
+
+
+def test_what_forward_keeps_can_be_chosen_and_what_is_made_again_earns_nothing(capsys):
+    """More launches in backward for the same results; useful operations stay what they are."""
+    rows = {}
+    for save in SAVES:
+        code, result = ladder_json(capsys, *SMALL, "--stage", "reference", "--save", save)
+        assert code == 0 and result["problem"]["save"] == save
+        (rows[save],) = result["rows"]
+    assert rows["pre"]["launches"]["backward"] < rows["inputs"]["launches"]["backward"]
+    assert rows["pre"]["parity"] == rows["inputs"]["parity"]
+    assert math.isclose(*(row["tflops"]["backward"] * row["ms"]["backward"] for row in rows.values()))
 
 
 def test_a_nan_fails_and_is_null(capsys, monkeypatch):
@@ -297,6 +309,8 @@ def test_version(capsys):
         (("ladder", "--shape", "4,32,16,0,2"), "must be at least 1"),
         (("ladder", "--dtype", "int8"), "invalid choice: 'int8'"),
         (("ladder", "--routing", "even"), "invalid choice: 'even'"),
+        (("ladder", "--save", "act"), "invalid choice: 'act'"),
+        (("bench", "--save", "act"), "invalid choice: 'act'"),
         (("ladder", "--shape", "4,8,8,2,1", "--device", "cpu"), "needs H and I of at least 16"),
         (("ladder", "--shape", "qwen3-30b-a3b", "--device", "cpu"), "on a CPU this layer takes about"),
         (("ladder", "--layer", "absent.safetensors"), "no such file: absent.safetensors"),
@@ -428,7 +442,9 @@ def test_bench_hands_shapes_and_results_to_pytest(capsys, monkeypatch, tmp_path)
     argv = ("bench", "--shape", "tiny", "--json", "results.json")
     assert [run(capsys, *argv)[0] for _ in range(3)] == [0, 1, 2]
     assert commands[0][1:4] == ["-m", "pytest", str(tmp_path)]
-    assert commands[0][4:] == ["--shape=tiny", f"--benchmark-json={Path('results.json').resolve()}"]
+    assert commands[0][4:] == ["--shape=tiny", "--save=pre", f"--benchmark-json={Path('results.json').resolve()}"]
+    verdicts = iter([0])
+    assert run(capsys, "bench", "--save", "inputs")[0] == 0 and commands[-1][4:] == ["--save=inputs"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")

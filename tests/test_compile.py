@@ -12,10 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from mega_moe import LADDER, MoE, moe
 from mega_moe.registry import stage
-from mega_moe.shapes import Inputs, Need
+from mega_moe.shapes import SAVES, Inputs, Need
 
 EVERY_NEED = list(product([True, False], repeat=4))[:-1]
-SOME_NEEDS = [(True, True, True, True), (True, False, False, False), (False, True, False, True)]
 STEPS = (5, 8, 0, 1, 13)  # tokens of successive calls
 
 
@@ -63,22 +62,37 @@ def of_stage(name: str, **options):
 # The operators themselves
 
 
-@pytest.mark.parametrize("needs", SOME_NEEDS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_forward_operator_keeps_torchs_rules(name, needs, dtype):
+@pytest.mark.parametrize(
+    "needs, dtype, save",
+    [
+        ((True, True, True, True), torch.float32, "pre"),
+        ((True, False, False, False), torch.bfloat16, "pre"),
+        ((False, True, False, True), torch.bfloat16, "inputs"),
+    ],
+    ids=str,
+)
+def test_the_forward_operator_keeps_torchs_rules(name, needs, dtype, save):
     """Schema, autograd registration, fakes that agree with the real results, and both under dynamic shapes. Without
     masked routes: what is saved for those is never written, and never the same twice."""
     _, inputs, _ = layer([[0, 1], [2, 0], [1, 1], [0, 2]], dtype=dtype)
-    torch.library.opcheck(torch.ops.mega_moe.forward.default, (*arguments(inputs, needs), name, 7.0, False))
+    torch.library.opcheck(torch.ops.mega_moe.forward.default, (*arguments(inputs, needs), name, 7.0, save, False))
 
 
-@pytest.mark.parametrize("needs", [*SOME_NEEDS, (False, False, True, False)], ids=str)
-def test_the_backward_operator_keeps_torchs_rules(name, needs):
+@pytest.mark.parametrize(
+    "needs, save",
+    [
+        ((True, True, True, True), "inputs"),
+        ((False, True, False, True), "pre"),
+        ((False, False, True, False), "inputs"),
+    ],
+    ids=str,
+)
+def test_the_backward_operator_keeps_torchs_rules(name, needs, save):
     problem, inputs, dy = layer(dtype=torch.bfloat16)
-    _, saved = stage(name).forward(problem, inputs)
+    _, saved = stage(name).forward(problem.at(save=save), inputs)
     torch.library.opcheck(
         torch.ops.mega_moe.backward.default,
-        (dy, *arguments(inputs, (False,) * 4), saved.tensors(), name, None, list(needs)),
+        (dy, *arguments(inputs, (False,) * 4), saved.tensors(), name, None, save, list(needs)),
     )
 
 
@@ -89,23 +103,25 @@ def laid_out(inputs: Inputs, dy: Tensor) -> tuple[Inputs, Tensor]:
     return Inputs(transposed(i.x), transposed(i.topk_ids), framed(i.topk_weights, 1, 1), *weights), transposed(dy)
 
 
-@pytest.mark.parametrize("T", [0, 1, 5])
-def test_operators_keep_torchs_rules_for_any_strides_and_without_tokens(name, T):
+@pytest.mark.parametrize("T, save", [(0, "pre"), (5, "inputs")])
+def test_operators_keep_torchs_rules_for_any_strides_and_without_tokens(name, T, save):
     problem, inputs, dy = layer(T=T)
     inputs, dy = laid_out(inputs, dy) if T else (inputs, dy)
     leaves = arguments(inputs)
-    torch.library.opcheck(torch.ops.mega_moe.forward.default, (*leaves, name, None, False))
-    _, saved = stage(name).forward(problem, inputs)
-    detached = [t.detach() for t in leaves]
-    torch.library.opcheck(torch.ops.mega_moe.backward.default, (dy, *detached, saved.tensors(), name, None, [True] * 4))
+    torch.library.opcheck(torch.ops.mega_moe.forward.default, (*leaves, name, None, save, False))
+    _, saved = stage(name).forward(problem.at(save=save), inputs)
+    given = (dy, *(t.detach() for t in leaves), saved.tensors(), name, None, save, [True] * 4)
+    torch.library.opcheck(torch.ops.mega_moe.backward.default, given)
 
 
-def test_fakes_are_contiguous_as_the_real_results_are(name):
+@pytest.mark.parametrize("save", SAVES)
+def test_fakes_are_contiguous_as_the_real_results_are(name, save):
     """Whatever the strides of the inputs: compiled code relies on it."""
     _, inputs, dy = layer(dtype=torch.float32)
     inputs, dy = laid_out(inputs, dy)
-    y, saved = torch.ops.mega_moe.forward(*vars(inputs).values(), name, None, False)
-    grads = torch.ops.mega_moe.backward(dy, *vars(inputs).values(), saved, name, None, [True] * 4)
+    y, saved = torch.ops.mega_moe.forward(*vars(inputs).values(), name, None, save, False)
+    grads = torch.ops.mega_moe.backward(dy, *vars(inputs).values(), saved, name, None, save, [True] * 4)
+    assert len(saved) == (5 if save == "pre" else 4)
     assert all(t.is_contiguous() for t in (y, *saved, *grads))
 
 
@@ -120,34 +136,49 @@ def test_compiled_equals_eager_for_any_number_of_tokens(name):
         _, inputs, dy = layer(T=T, seed=T)
         assert_equal(results(compiled, inputs, dy), results(of_stage(name), inputs, dy))
     assert counter.frame_count <= 3
-    for T in (*STEPS, 2, 21):
+    for T in (2, 0, 21):
         _, inputs, dy = layer(T=T, seed=T + 1)
         results(compiled, inputs, dy)
     assert counter.frame_count <= 3
 
 
+@pytest.mark.parametrize("save", SAVES)
 @pytest.mark.parametrize("needs", EVERY_NEED, ids=str)
-def test_backward_is_asked_for_what_is_needed_and_no_more(needs, monkeypatch):
+def test_backward_is_asked_for_what_is_needed_and_no_more(needs, save, monkeypatch):
     """Eager and compiled. The operators are the same on every rung; here the reference stands for all."""
     recipe, asked = stage("reference").recipe(), []
     backward = recipe.backward
-    monkeypatch.setattr(recipe, "backward", lambda *given: asked.append(given[-1]) or backward(*given))
 
+    def spy(problem, inputs, saved, dy, need):
+        assert (saved.pre is not None) == (problem.save == save == "pre")
+        asked.append(need)
+        return backward(problem, inputs, saved, dy, need)
+
+    monkeypatch.setattr(recipe, "backward", spy)
     _, inputs, dy = layer(limit=7.0)
-    plain = of_stage("reference", swiglu_limit=7.0)
+    plain = of_stage("reference", swiglu_limit=7.0, save=save)
     got = results(torch.compile(plain, fullgraph=True, backend="aot_eager"), inputs, dy, needs)
     assert_equal(got, results(plain, inputs, dy, needs))
     assert [grad is not None for grad in got[1:]] == list(needs)
     assert asked == [Need(*needs)] * 2
 
 
-def test_compiled_without_gradients(name):
+def test_compiled_without_gradients(name, monkeypatch):
+    """Also nothing is then kept for any."""
+    recipe, asked = stage(name).recipe(), []
+    forward = recipe.forward
+    monkeypatch.setattr(recipe, "forward", lambda *given: asked.append(given[0].save) or forward(*given))
+
     _, inputs, _ = layer()
     compiled = torch.compile(of_stage(name), fullgraph=True, backend="aot_eager")
+    y = of_stage(name)(*vars(inputs).values())
+    assert same_bits(compiled(*vars(inputs).values()), y)
     with torch.no_grad():
-        assert same_bits(compiled(*vars(inputs).values()), of_stage(name)(*vars(inputs).values()))
+        assert same_bits(compiled(*arguments(inputs)), y)
     with torch.inference_mode():
-        assert same_bits(compiled(*vars(inputs).values()), of_stage(name)(*vars(inputs).values()))
+        assert same_bits(compiled(*vars(inputs).values()), y)
+    assert asked == ["inputs"] * 4
+    assert compiled(*arguments(inputs)).requires_grad and asked[-1] == "pre"
 
 
 def module(name: str, **options) -> MoE:
@@ -166,9 +197,10 @@ def trained(function, moe: MoE, x: Tensor) -> list[Tensor]:
 
 
 def test_compiled_module_equals_eager(name):
-    moe, counter = module(name, norm_topk_prob=True), CompileCounterWithBackend("aot_eager")
+    """Here backward makes pre again; above it was saved."""
+    moe, counter = module(name, norm_topk_prob=True, save="inputs"), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(moe, fullgraph=True, dynamic=True, backend=counter)
-    for T in STEPS:
+    for T in STEPS[:4]:
         x = torch.randn(2, T, 16, device=DEVICE)
         assert_equal(trained(compiled, moe, x), trained(moe, moe, x))
     assert counter.frame_count <= 3
@@ -204,10 +236,11 @@ def test_autocast_inside_compile(name):
 # Activation checkpointing
 
 
+@pytest.mark.parametrize("save", SAVES)
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointed_equals_plain(name, use_reentrant):
+def test_checkpointed_equals_plain(name, use_reentrant, save):
     _, inputs, dy = layer([[0, 1], [2, -1], [1, 1], [-1, -1], [0, 2]])
-    plain = of_stage(name)
+    plain = of_stage(name, save=save)
     again = lambda *tensors: checkpoint(plain, *tensors, use_reentrant=use_reentrant)
     assert_equal(results(again, inputs, dy), results(plain, inputs, dy))
 
@@ -230,8 +263,9 @@ def test_nested_checkpoints(name):
     assert_equal(trained(lambda x: checkpoint(inner, x, use_reentrant=False), moe, x), trained(twice, moe, x))
 
 
-def test_checkpoint_inside_compile(name):
-    moe, x = module(name), torch.randn(6, 16, device=DEVICE)
+@pytest.mark.parametrize("save", SAVES)
+def test_checkpoint_inside_compile(name, save):
+    moe, x = module(name, save=save), torch.randn(6, 16, device=DEVICE)
     again = lambda x: checkpoint(moe, x, use_reentrant=False)
     compiled = torch.compile(again, fullgraph=True, backend="aot_eager")
     assert_equal(trained(compiled, moe, x), trained(moe, moe, x))
@@ -245,6 +279,7 @@ def test_a_need_names_the_gradients_in_order(needs):
     """The list that the operator returns holds exactly what was asked for, in the order of `Need`."""
     problem, inputs, dy = layer(dtype=torch.float32)
     _, saved = stage("reference").forward(problem, inputs)
-    got = torch.ops.mega_moe.backward(dy, *vars(inputs).values(), saved.tensors(), "reference", None, list(needs))
+    given = (dy, *vars(inputs).values(), saved.tensors(), "reference", None, "pre", list(needs))
+    got = torch.ops.mega_moe.backward(*given)
     every = stage("reference").backward(problem, inputs, saved, dy, Need())
     assert_equal(got, [grad for grad, needed in zip(every.tensors(), needs, strict=True) if needed])

@@ -9,6 +9,7 @@ from cases import DEVICE, assert_parity, assert_same, layer, on_cpu, on_gpu, run
 from mega_moe import LADDER, MoE, Problem, moe
 from mega_moe.api import check
 from mega_moe.registry import stage
+from mega_moe.shapes import SAVES
 
 BEYOND = [3, 10, 2**30, -2, -(2**31)]  # ids that three experts do not have
 FAR_BEYOND = [2**32, 2**32 + 1, 2**40, -(2**32), -(2**63)]  # and that 32 bits would turn into 0, 1, 0, 0 and 0
@@ -278,7 +279,7 @@ def test_more_rows_than_32_bits_count_are_an_error():
     T, H, I, E, K = 2**28, 16, 16, 16, 8
     weights = on_meta(T, K), on_meta(E, 2, I, H), on_meta(E, H, I)
     with pytest.raises(ValueError, match=r"T \* K = 2147483648 rows.*split the tokens"):
-        check(on_meta(T, H), on_meta(T, K, dtype=torch.int64), *weights, None)
+        check(on_meta(T, H), on_meta(T, K, dtype=torch.int64), *weights, None, None)
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])
@@ -286,6 +287,61 @@ def test_a_limit_that_is_not_positive_is_an_error(limit, rung):
     _, inputs, _ = layer()
     with pytest.raises(ValueError, match="swiglu_limit must be positive"):
         train(rung, inputs, swiglu_limit=limit)
+
+
+@pytest.mark.parametrize("save", ["act", "", "Pre", True])
+def test_a_save_that_is_neither_of_the_two_is_an_error_that_names_both(save, rung):
+    _, inputs, _ = layer()
+    with pytest.raises(ValueError, match=f"save must be 'pre' or 'inputs', not {save!r}"):
+        train(rung, inputs, save=save)
+
+
+# What is kept between forward and backward.
+
+
+@pytest.mark.parametrize("limit", [None, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_kept_changes_no_bit(dtype, limit, rung, poison):
+    """Forward keeps pre or does not, and backward makes it again: y, the plan and all gradients are the same."""
+    problem, inputs, dy = layer([[0, 2], [2, 2], [3, 0], [-1, -1], [2, -1]], E=4, dtype=dtype, limit=limit)
+    kept, results = {}, {}
+    for save in SAVES:
+        y, kept[save] = rung.forward(problem.at(save=save), inputs)
+        results[save] = y, rung.backward(problem.at(save=save), inputs, kept[save], dy)
+    assert kept["pre"].pre.shape == (problem.R, 2, problem.I) and kept["inputs"].pre is None
+    assert all(map(torch.equal, kept["pre"].plan, kept["inputs"].plan))
+    assert_same(results["inputs"], results["pre"])
+
+
+@pytest.mark.parametrize("save, count", [(None, 5), ("pre", 5), ("inputs", 4)])
+def test_autograd_holds_the_inputs_the_plan_and_pre_if_asked(save, count, rung):
+    """What torch keeps of the call, in the order of `Saved.tensors`: nothing else lives until backward."""
+    problem, inputs, dy = layer()
+    held = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
+        train(rung, inputs, dy, save=save)
+    given, made = held[:5], held[5:]
+    assert {t.data_ptr() for t in given} == {t.data_ptr() for t in vars(inputs).values()}
+    assert [t.dtype for t in made] == [torch.int32] * 4 + [problem.dtype] * (count - 4)
+
+
+@pytest.mark.parametrize("save", [None, *SAVES])
+def test_nothing_is_kept_where_no_gradient_can_be_asked_for(save, rung, monkeypatch):
+    """Without a gradient the forward of a rung is not even told to write pre."""
+    _, inputs, _ = layer()
+    recipe, forward, told = rung.recipe(), rung.recipe().forward, []
+    monkeypatch.setattr(recipe, "forward", lambda problem, given: told.append(problem.save) or forward(problem, given))
+
+    train(rung, inputs, needs=(), save=save)
+    with torch.no_grad():
+        moe(inputs.x.clone().requires_grad_(), *list(vars(inputs).values())[1:], stage=rung.name, save=save)
+    with torch.inference_mode():
+        moe(**vars(inputs), stage=rung.name, save=save)
+    assert told == ["inputs"] * 3
+
+    leaf = inputs.topk_weights.clone().requires_grad_()
+    moe(**vars(replace(inputs, topk_weights=leaf)), stage=rung.name, save=save)
+    assert told[3:] == [save or "pre"]
 
 
 # The ladder.

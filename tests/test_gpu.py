@@ -14,7 +14,7 @@ from cases import DIFFERENTIABLE, assert_same, layer, on_gpu, tensors, train
 from torch.utils.checkpoint import checkpoint
 
 from mega_moe import moe
-from mega_moe.shapes import Grads
+from mega_moe.shapes import SAVES, Grads
 
 pytestmark = on_gpu
 
@@ -179,6 +179,29 @@ def test_memory_stays_flat_under_checkpointing(rung):
         peaks.add(torch.cuda.max_memory_allocated())
         assert torch.cuda.memory_allocated() == before
     assert len(peaks) == 1
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_between_forward_and_backward_only_what_was_asked_for_is_kept(save, rung):
+    """y, the plan, and pre if it was asked for; without a gradient to come, y alone."""
+    problem, inputs, dy = layer(T=1024, H=256, I=512, E=8, K=2)
+    train(rung, inputs, dy)  # compiles, and makes what stays
+    leaves = {name: getattr(inputs, name).detach().requires_grad_() for name in DIFFERENTIABLE}
+
+    def kept() -> int:
+        before = torch.cuda.memory_allocated()
+        y = moe(topk_ids=inputs.topk_ids, **leaves, stage=rung.name, save=save)
+        assert y.shape == dy.shape
+        return torch.cuda.memory_allocated() - before
+
+    y_bytes = problem.T * problem.H * 2
+    pre_bytes = problem.R * 2 * problem.I * 2
+    plan_bytes = 4 * (problem.E + 1 + 3 * problem.R)
+    expected = y_bytes + plan_bytes + (pre_bytes if save == "pre" else 0)
+    rounding = 5 * 512  # the allocator hands out whole blocks of 512 bytes
+    assert expected <= kept() <= expected + rounding
+    with torch.no_grad():
+        assert kept() == y_bytes
 
 
 def test_no_number_of_tokens_compiles_anew(fused, monkeypatch):

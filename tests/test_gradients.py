@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from mega_moe import moe
 from mega_moe.launches import launches
 from mega_moe.routing import route
-from mega_moe.shapes import Grads, Inputs, Need
+from mega_moe.shapes import SAVES, Grads, Inputs, Need
 
 IDS = [[0, 1], [1, -1], [2, 2], [0, 2]]
 
@@ -43,16 +43,17 @@ def grads_of(leaves: dict[str, torch.Tensor]) -> Grads:
 
 
 def test_exactly_the_gradients_that_are_required(rung, poison):
-    """All sixteen combinations: None where nobody asked, and the same bits as ever where somebody did."""
-    _, inputs, dy = layer([[0, 1], [1, -1]], I=16, E=2)
+    """All sixteen combinations: None where nobody asked, and the same bits as ever where somebody did, whatever forward
+    kept."""
+    _, inputs, dy = layer([[0, -1], [0, 0]], I=16, E=1)
     y_full, full = train(rung, inputs, dy)
-    for pattern in product([False, True], repeat=4):
+    for save, *pattern in product(SAVES, *[[False, True]] * 4):
         needs = [name for name, needed in zip(DIFFERENTIABLE, pattern, strict=True) if needed]
-        y, grads = train(rung, inputs, dy, needs)
-        assert same_bits(y, y_full), needs
+        y, grads = train(rung, inputs, dy, needs, save=save)
+        assert same_bits(y, y_full), (save, needs)
         for name in DIFFERENTIABLE:
             got, expected = getattr(grads, f"d{name}"), getattr(full, f"d{name}")
-            assert same_bits(got, expected) if name in needs else got is None, (needs, name)
+            assert same_bits(got, expected) if name in needs else got is None, (save, needs, name)
 
 
 def test_without_any_gradient_there_is_no_graph(rung):
@@ -79,7 +80,7 @@ class Allocations(TorchDispatchMode):
 @pytest.mark.parametrize("name", [field.name for field in fields(Need)])
 def test_what_nobody_needs_is_not_computed(name, fused):
     """One gradient alone takes fewer launches than all four, and no memory of another weight gradient's size."""
-    problem, inputs, dy = layer(IDS)
+    problem, inputs, dy = layer(IDS, H=20)  # a size that no number of whole blocks of rows has
     _, saved = fused.forward(problem, inputs)
     need = Need(**{field.name: field.name == name for field in fields(Need)})
     one = lambda: fused.backward(problem, inputs, saved, dy, need)
@@ -109,6 +110,37 @@ def test_forward_mode_is_an_error(rung):
         dual = replace(inputs, x=forward_ad.make_dual(inputs.x, dy))
         with pytest.raises(RuntimeError, match="no forward-mode derivative"):
             moe(**vars(dual), stage=rung.name)
+
+
+def test_no_gradient_is_made_for_what_forward_saved():
+    """The operator returns it beside y, and torch would fill zeros of its size. Every rung has the same operator."""
+    _, inputs, dy = layer(IDS)
+    leaves = leaves_of(inputs)
+    y = moe(topk_ids=inputs.topk_ids, **leaves, stage="reference")
+    with Allocations() as allocations:
+        torch.autograd.grad(y, list(leaves.values()), dy)
+    assert not allocations.sizes
+
+
+class WithoutGradient(torch.autograd.Function):
+    """The identity, whose backward passes nothing on."""
+
+    @staticmethod
+    def forward(ctx, y):
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, _):
+        return None
+
+
+def test_where_y_gets_no_gradient_nothing_does():
+    """Not even zeros: that is how torch says that a result was not used."""
+    _, inputs, dy = layer(IDS)
+    leaves = leaves_of(inputs)
+    y = moe(topk_ids=inputs.topk_ids, **leaves, stage="reference")
+    WithoutGradient.apply(y).backward(dy)
+    assert all(leaf.grad is None for leaf in leaves.values())
 
 
 def test_backward_runs_on_the_stage_of_forward(rung, monkeypatch):

@@ -254,6 +254,20 @@ def test_swiglu_limit_is_applied():
     assert not torch.equal(clamped, moe(x))
 
 
+def test_what_is_kept_for_backward_is_passed_on():
+    """And may be changed, as the stage may."""
+    moe, x = layer(save="inputs"), tokens(5)
+    held = []
+    for save, count in (("inputs", 0), ("pre", 1)):
+        moe.save = save
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.shape) or t, lambda t: t):
+            moe(x)
+        assert held.count((5 * K, 2, I)) == count
+    moe.save = "act"
+    with pytest.raises(ValueError, match="'pre' or 'inputs', not 'act'"):
+        moe(x)
+
+
 def test_what_is_refused():
     for top_k in (0, E + 1):
         with pytest.raises(ValueError, match=f"1 .. {E}"):

@@ -74,11 +74,11 @@ def test_wrong_results_get_no_time(measuring):
 
     plain = CONTESTANTS["torch"]
 
-    def off_by(share, inputs, dy):
-        runner = plain.start(inputs, dy)
+    def off_by(share, problem, inputs, dy):
+        runner = plain.start(problem, inputs, dy)
         return Runner(lambda: runner.forward() * (1 + share), runner.backward)
 
-    def broken(inputs, dy):
+    def broken(problem, inputs, dy):
         raise RuntimeError("out of memory")
 
     measured = measuring.measure_layer(

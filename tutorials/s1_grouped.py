@@ -108,7 +108,7 @@ for direction, names in launches_of(grouped, experts=4).items():
     print(*(f"    {name}" for name in names), sep="\n")
 
 # %% [markdown]
-# That is fourteen kernels and one memset, which zeroes the gradients of `topk_weights`: a masked route has no row, so no
+# That is fifteen kernels and one memset, which zeroes the gradients of `topk_weights`: a masked route has no row, so no
 # kernel would write that route's. Backward dispatches twice, dy and then x again: `rows` is copied anew, not kept from
 # forward, since it would occupy memory until backward comes.
 
@@ -159,38 +159,57 @@ plt.show()
 #
 # ## The plan, made on the device
 #
-# Lesson 0 sorted the routes on the host's command: `argsort`, `bincount`, a mask. We want the same four arrays from one
-# launch, with nothing read by the host. Two observations make it small:
+# Lesson 0 sorted the routes on the host's command: `argsort`, `bincount`, a mask. We want the same four arrays with
+# nothing read by the host. A sort by expert needs no sort, only counting, because a route's row is the number of routes
+# that come before it:
 #
-# - Expert e's rows start after the rows of all experts below e. So its first row is a *count*: how many routes go to
-#   an expert below e.
-# - Within an expert, rows are in the order of the routes. So a route's row is the first row plus *how many of its
-#   expert's routes come before it*: a running sum.
+# - all those of lower experts, since expert e's rows start behind theirs;
+# - the earlier ones of its own expert, since within an expert rows are in the order of the routes.
 #
-# Let one program do both for one expert: a first pass over the routes that counts, a second that places. Programs never
-# talk to each other, nothing is added atomically, and the order is the same on every run. Masked routes count as one
-# more expert, the last. On our example (route 2t + k is token t, slot k):
+# The second number is a long sum, up to R routes back. Cut the routes into chunks and it falls into two short ones: the
+# expert's routes in earlier chunks, and the earlier ones in the route's own chunk. So there are two launches, each with
+# one program a chunk. The first counts: how many of the chunk's routes go to each expert? Masked routes, which have no
+# row, are left out. On our example (route 2t + k is token t, slot k), with chunks of four routes:
 
 # %%
-routes = [e if e >= 0 else E for e in topk_ids.flatten().tolist()]
-print(f"expert of each route: {routes}\n")
-for program in range(E + 1):
-    first = sum(e < program for e in routes)
-    own = [route for route, e in enumerate(routes) if e == program]
-    placed = ", ".join(f"{route} -> {first + n}" for n, route in enumerate(own))
-    print(f"program {program}: {first} routes below, so row_start[{program}] = {first}; route -> row: {placed}")
+routes = topk_ids.flatten().tolist()
+chunks = [range(4), range(4, 8)]
+count = [[sum(routes[route] == e for route in chunk) for e in range(E)] for chunk in chunks]
+for chunk, counted in zip(chunks, count):
+    print(f"routes {chunk[0]} to {chunk[-1]}: experts {[routes[route] for route in chunk]}, count {counted}")
 
 # %% [markdown]
-# Program 3 places the masked route behind all others, in a row without a token. The kernel is those two passes, in
-# blocks of routes, with `tl.cumsum` for the running sum:
+# The second launch places. It starts when the first has ended, so every program can read what all the others counted.
+# It adds up the experts below and the chunks before: there its own routes of each expert begin. From then on it needs
+# nobody else:
+
+# %%
+rows_of_expert = [sum(counted[e] for counted in count) for e in range(E)]
+row_start = [sum(rows_of_expert[:e]) for e in range(E + 1)]
+print(f"rows_of_expert = {rows_of_expert}, so row_start = {row_start}")
+for program, chunk in enumerate(chunks):
+    next_row = [row_start[e] + sum(counted[e] for counted in count[:program]) for e in range(E)]
+    print(f"\nprogram {program} begins with next_row = {next_row}")
+    for route in chunk:
+        if (e := routes[route]) >= 0:
+            print(f"    route {route}, expert {e} -> row {next_row[e]}")
+            next_row[e] += 1
+
+# %% [markdown]
+# Programs never talk to each other, nothing is added atomically, and the order is the same on every run. In the kernel
+# the last loop takes many routes a step, 128 on a GPU. A route's rank among them is found by comparing each with each:
+# how many have a smaller *key*, that is a lower expert, or the same expert and an earlier place? Less those of lower
+# experts, which the step counts too, that is the rank among the expert's routes. A masked route's key is larger than
+# all others, so it is in nobody's way.
 #
 # ```python
 # --8<-- "mega_moe/kernels/plan.py:kernel"
 # ```
 #
-# E programs read R routes each, twice. That is wasteful on paper; but the programs run side by side, the ids stay in
-# the cache, and nothing waits for the host. The plan in plain torch, `mega_moe.routing.plan`, is this kernel's
-# specification, and they agree to the bit:
+# It could be one launch, with one program an expert that reads all routes twice, once to count those of lower experts
+# and once to place its own. It was, until it was measured: all programs together read 2 * E * R ids, which takes even a
+# cache longer than a second launch takes. Now each id is read twice in all. The plan in plain torch,
+# `mega_moe.routing.plan`, is the specification of these kernels, and they agree to the bit:
 
 # %%
 plan = make_plan(topk_ids, E)

@@ -5,11 +5,12 @@ the last bit of every sum) would differ from run to run. A GPU that is not in th
 `note` says so.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import torch
 import triton
 
+from ..shapes import Problem
 from .tile import INTERPRETED
 
 
@@ -22,6 +23,13 @@ class Rows:
     BLOCK_C: int
     num_warps: int
     num_stages: int
+
+
+@dataclass(frozen=True)
+class Dact(Rows):
+    """A tile of dact, whose epilogue works on CHUNK columns at a time."""
+
+    CHUNK: int
 
 
 @dataclass(frozen=True)
@@ -46,10 +54,60 @@ class Elementwise:
 
 @dataclass(frozen=True)
 class Routes:
-    """How many routes the plan looks at in one step."""
+    """What a step of the plan's kernels does: count BLOCK routes, rank BLOCK_RANK, add up COUNTS counts. A chunk is one
+    block, or more where that would be more than MOST_CHUNKS chunks."""
 
     BLOCK: int
+    BLOCK_RANK: int
+    COUNTS: int
+    MOST_CHUNKS: int
     num_warps: int
+
+
+@dataclass(frozen=True)
+class Resident:
+    """How many programs of a persistent kernel share a processor. Two small ones hide each other's epilogues."""
+
+    per_processor: int = field(default=1, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Strips(Resident):
+    """What a resident program does with one ticket: STRIP tiles side by side of one block of rows, each BLOCK_N columns
+    wide and BLOCK_C deep a step. With FLATTEN the steps of all of them are one loop, so that the loads of a tile begin
+    under the epilogue of the one before."""
+
+    BLOCK_N: int
+    BLOCK_C: int
+    STRIP: int
+    FLATTEN: bool
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class DactStrips(Strips):
+    """Strips of dact, whose epilogue works on CHUNK columns at a time."""
+
+    CHUNK: int
+
+
+@dataclass(frozen=True)
+class ResidentWeightGrad(Resident, WeightGrad):
+    """What a resident program does with one ticket: a tile of a weight gradient."""
+
+
+@dataclass(frozen=True)
+class Persistent:
+    """The tiles of resident programs. All kernels over rows cut them into the same blocks of BLOCK_R."""
+
+    BLOCK_R: int
+    gate_up: Strips
+    down: Strips
+    dact: DactStrips
+    dx: Strips
+    dw_down: ResidentWeightGrad
+    dw_gate_up: ResidentWeightGrad
 
 
 @dataclass(frozen=True)
@@ -57,29 +115,94 @@ class Blocks:
     """The block sizes of one kind of GPU for one width of dtype."""
 
     rows: Rows
+    gate_up: Rows  # BLOCK_N columns each of gate and of up
+    dact: Dact
     weight_grad: WeightGrad
+    gathered_weight_grad: WeightGrad
     elementwise: Elementwise
+    persistent: Persistent
 
 
 MAP = Elementwise(BLOCK_R=8, BLOCK_N=256, num_warps=4)
 
+
+def persistent(BLOCK_R: int, N: int, C: int, warps: int, stages: int, chunk: int) -> Persistent:
+    """Tiles of N columns (N/2 of gate and of up) for every kernel, one a ticket, and BLOCK_R by N weight gradients."""
+    strips, gate_up = (Strips(columns, C, 1, False, warps, stages) for columns in (N, N // 2))
+    dw = ResidentWeightGrad(N, N // 2, C, warps, stages)
+    return Persistent(BLOCK_R, gate_up, strips, DactStrips(N, C, 1, False, warps, stages, chunk), strips, dw, dw)
+
+
 # fp32 is multiplied as IEEE fp32, without TF32's matrix instructions: it is for checking, and its tiles are small.
-FP32 = Blocks(Rows(64, 64, 32, 8, 2), WeightGrad(64, 64, 32, 8, 2), Elementwise(8, 128, 4))
+FP32 = Blocks(
+    rows=Rows(64, 64, 32, 8, 2),
+    gate_up=Rows(64, 32, 32, 8, 2),
+    dact=Dact(64, 64, 32, 8, 2, CHUNK=32),
+    weight_grad=WeightGrad(64, 64, 32, 8, 2),
+    gathered_weight_grad=WeightGrad(64, 64, 32, 8, 2),
+    elementwise=Elementwise(8, 128, 4),
+    persistent=persistent(BLOCK_R=64, N=64, C=32, warps=8, stages=2, chunk=32),
+)
 
 HALF = {  # bf16 and fp16
-    "sm_90": Blocks(Rows(128, 256, 64, 8, 4), WeightGrad(128, 256, 64, 8, 4), MAP),
-    "sm_100": Blocks(Rows(128, 256, 64, 8, 3), WeightGrad(128, 256, 64, 8, 3), MAP),
-    "gfx942": Blocks(Rows(128, 128, 64, 8, 2), WeightGrad(128, 128, 64, 8, 2), MAP),
-    "gfx950": Blocks(Rows(128, 128, 64, 8, 2), WeightGrad(128, 128, 64, 8, 2), MAP),
-    "portable": Blocks(Rows(64, 128, 32, 4, 3), WeightGrad(64, 128, 32, 4, 3), MAP),
+    "sm_90": Blocks(
+        rows=Rows(128, 256, 64, 8, 4),
+        gate_up=Rows(128, 128, 64, 8, 4),
+        dact=Dact(128, 256, 64, 8, 4, CHUNK=32),
+        weight_grad=WeightGrad(128, 256, 64, 8, 4),
+        gathered_weight_grad=WeightGrad(256, 128, 64, 8, 4),
+        elementwise=MAP,
+        persistent=persistent(BLOCK_R=128, N=256, C=64, warps=8, stages=4, chunk=32),
+    ),
+    "sm_100": Blocks(
+        rows=Rows(128, 256, 64, 8, 3),
+        gate_up=Rows(128, 128, 64, 8, 3),
+        dact=Dact(128, 256, 64, 8, 3, CHUNK=32),
+        weight_grad=WeightGrad(128, 256, 64, 8, 3),
+        gathered_weight_grad=WeightGrad(256, 128, 64, 8, 3),
+        elementwise=MAP,
+        persistent=persistent(BLOCK_R=128, N=256, C=64, warps=8, stages=3, chunk=32),
+    ),
+    "portable": Blocks(
+        rows=Rows(64, 128, 32, 4, 3),
+        gate_up=Rows(64, 64, 32, 4, 3),
+        dact=Dact(64, 128, 32, 4, 3, CHUNK=32),
+        weight_grad=WeightGrad(64, 128, 32, 4, 3),
+        gathered_weight_grad=WeightGrad(128, 64, 32, 4, 3),
+        elementwise=MAP,
+        persistent=persistent(BLOCK_R=64, N=128, C=32, warps=4, stages=3, chunk=32),
+    ),
 }
+HALF["gfx942"] = HALF["gfx950"] = Blocks(
+    rows=Rows(128, 128, 64, 8, 2),
+    gate_up=Rows(128, 64, 64, 8, 2),
+    dact=Dact(128, 128, 64, 8, 2, CHUNK=32),
+    weight_grad=WeightGrad(128, 128, 64, 8, 2),
+    gathered_weight_grad=WeightGrad(128, 128, 64, 8, 2),
+    elementwise=MAP,
+    persistent=persistent(BLOCK_R=128, N=128, C=64, warps=8, stages=2, chunk=32),
+)
 
 MEASURED = ("sm_90",)  # on an H200; the others satisfy the compiler (no spills, shared memory fits) and await their GPU
 
 # A tile costs the interpreter milliseconds whatever its size: few wide tiles, yet narrow enough that the tests' layers
 # have tails and more than one block a side.
 INTERPRETER = Blocks(
-    Rows(32, 64, 64, 1, 1), WeightGrad(64, 64, 32, 1, 1), Elementwise(BLOCK_R=64, BLOCK_N=64, num_warps=1)
+    rows=Rows(32, 64, 64, 1, 1),
+    gate_up=Rows(32, 32, 64, 1, 1),
+    dact=Dact(32, 64, 64, 1, 1, CHUNK=32),
+    weight_grad=WeightGrad(64, 64, 32, 1, 1),
+    gathered_weight_grad=WeightGrad(64, 64, 32, 1, 1),
+    elementwise=Elementwise(BLOCK_R=64, BLOCK_N=64, num_warps=1),
+    persistent=Persistent(
+        BLOCK_R=32,
+        gate_up=Strips(32, 64, 2, True, 1, 1),
+        down=Strips(64, 64, 2, True, 1, 1),
+        dact=DactStrips(64, 64, 1, False, 1, 1, CHUNK=32),
+        dx=Strips(64, 64, 1, False, 1, 1),
+        dw_down=ResidentWeightGrad(64, 64, 32, 1, 1),
+        dw_gate_up=ResidentWeightGrad(64, 64, 32, 1, 1),
+    ),
 )
 
 
@@ -92,11 +215,11 @@ def blocks_for(dtype: torch.dtype) -> Blocks:
 
 
 def routes() -> Routes:
-    """The block size of the plan, which knows no dtype."""
+    """The block sizes of the plan, which knows no dtype."""
     if INTERPRETED:
-        return Routes(BLOCK=256, num_warps=1)
-    amd = target().startswith("gfx")  # a running sum over more routes spills there
-    return Routes(BLOCK=4096 if amd else 8192, num_warps=8)
+        return Routes(BLOCK=128, BLOCK_RANK=64, COUNTS=32, MOST_CHUNKS=5, num_warps=1)
+    warps = 2 if target().startswith("gfx") else 4  # of 64 or 32 threads: 128, and each has a route to rank
+    return Routes(BLOCK=1024, BLOCK_RANK=128, COUNTS=2048, MOST_CHUNKS=256, num_warps=warps)
 
 
 def blocks_of_target(name: str, dtype: torch.dtype) -> Blocks:
@@ -104,6 +227,20 @@ def blocks_of_target(name: str, dtype: torch.dtype) -> Blocks:
     if dtype == torch.float32:
         return FP32
     return HALF.get(name, HALF["portable"])
+
+
+def persistent_for(problem: Problem) -> Persistent:
+    """The tiles of resident programs for this problem on the current device."""
+    return blocks_for(problem.dtype).persistent
+
+
+def programs(tile: Resident) -> int:
+    """How many resident programs a persistent kernel starts: as many as the GPU's processors hold at once."""
+    if INTERPRETED:
+        return 3
+    driver = triton.runtime.driver.active
+    processors = driver.utils.get_device_properties(driver.get_current_device())["multiprocessor_count"]
+    return processors * tile.per_processor
 
 
 def target() -> str:
@@ -124,6 +261,6 @@ def note() -> str | None:
     return None
 
 
-def launch_options(tile: Rows | WeightGrad | Elementwise | Routes) -> dict[str, int]:
+def launch_options(tile: Rows | WeightGrad | Elementwise | Strips) -> dict[str, int]:
     """A tile as keyword arguments of a kernel launch."""
-    return asdict(tile)
+    return {name: size for name, size in asdict(tile).items() if name != "per_processor"}

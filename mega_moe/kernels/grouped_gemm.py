@@ -15,6 +15,37 @@ from .tile import dot, narrow, rows_of_block
 
 
 # --8<-- [start:rows]
+@triton.jit
+def multiply(
+    a_at,  # (BLOCK_R,) where each row begins
+    w_at,  # (BLOCK_N,) where each column's weights begin
+    stride_ac,
+    stride_wc,
+    inside,  # (BLOCK_N,) whether the column exists
+    C: tl.constexpr,
+    FULL: tl.constexpr,  # all columns exist
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """A tile of a @ w^T, (BLOCK_R, BLOCK_N) fp32, over the contraction C."""
+    c = tl.arange(0, BLOCK_C).to(tl.int64)
+    a_at = a_at[:, None] + c[None, :] * stride_ac
+    w_at = w_at[None, :] + c[:, None] * stride_wc
+    acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+    for start in range(0, C, BLOCK_C):
+        if C % BLOCK_C == 0 and FULL:
+            a, w = tl.load(a_at), tl.load(w_at)
+        else:
+            left = c < C - start
+            a = tl.load(a_at, mask=left[None, :], other=0.0)
+            w = tl.load(w_at, mask=left[:, None] & inside[None, :], other=0.0)
+        acc = dot(a, w, acc)
+        a_at += tl.cast(BLOCK_C, tl.int64) * stride_ac
+        w_at += tl.cast(BLOCK_C, tl.int64) * stride_wc
+    return acc
+
+
 @triton.jit(do_not_specialize=["E"])
 def grouped_gemm_kernel(
     a_ptr,  # (R, C) read, rows sorted by expert
@@ -43,27 +74,13 @@ def grouped_gemm_kernel(
     if row < end:
         r = row + tl.arange(0, BLOCK_R)
         n = tl.program_id(0) % column_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-        c = tl.arange(0, BLOCK_C)
 
         # Behind the last row the tile repeats it, so that loads need no mask for rows: those results are not stored.
         # Columns are masked instead, where they do not fill their tile: whatever repeats one of them hides from the
         # compiler that its neighbours lie side by side, and they would be loaded one by one.
-        r_read = tl.minimum(r, end - 1).to(tl.int64)
-        a_at = a_ptr + r_read[:, None] * C + c[None, :]
-        w_at = w_ptr + expert.to(tl.int64) * stride_we
-        w_at = w_at + n.to(tl.int64)[None, :] * stride_wn + c.to(tl.int64)[:, None] * stride_wc
-
-        acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
-        for start in range(0, C, BLOCK_C):
-            if C % BLOCK_C == 0 and N % BLOCK_N == 0:
-                a, w = tl.load(a_at), tl.load(w_at)
-            else:
-                inside = c < C - start
-                a = tl.load(a_at, mask=inside[None, :], other=0.0)
-                w = tl.load(w_at, mask=inside[:, None] & (n < N)[None, :], other=0.0)
-            acc = dot(a, w, acc)
-            a_at += BLOCK_C
-            w_at += tl.cast(BLOCK_C, tl.int64) * stride_wc
+        a_at = a_ptr + tl.minimum(r, end - 1).to(tl.int64) * C
+        w_at = w_ptr + expert.to(tl.int64) * stride_we + n.to(tl.int64) * stride_wn
+        acc = multiply(a_at, w_at, 1, stride_wc, n < N, C, N % BLOCK_N == 0, BLOCK_R, BLOCK_N, BLOCK_C)
 
         mask = (r < end)[:, None] & (n < N)[None, :]
         to_out = out_ptr + r.to(tl.int64)[:, None] * N + n[None, :]

@@ -16,17 +16,29 @@ from .tile import narrow, sigmoid
 
 # --8<-- [start:forward]
 @triton.jit
-def load_gate_up(pre_ptr, row, i, mask, LIMIT: tl.constexpr, I: tl.constexpr):
-    """gate and up of a tile in fp32, clamped to LIMIT if there is one, and where each of them passed the clamp."""
+def clamp(gate, up, LIMIT: tl.constexpr):
+    """gate and up, clamped to LIMIT if there is one. Comparisons, not minimum and maximum: NaN stays NaN."""
+    if LIMIT is not None:
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    return gate, up
+
+
+@triton.jit
+def act_of(gate, up, LIMIT: tl.constexpr, dtype: tl.constexpr):
+    """silu(gate) * up of a tile in fp32, as exact as dtype deserves."""
+    gate, up = clamp(gate, up, LIMIT)
+    s, _ = sigmoid(gate, dtype)
+    return gate * s * up
+
+
+@triton.jit
+def load_gate_up(pre_ptr, row, i, mask, I: tl.constexpr):
+    """gate and up of a tile of pre (R, 2, I), in fp32."""
     at = pre_ptr + row.to(tl.int64)[:, None] * (2 * I) + i[None, :]
     gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(at + I, mask=mask, other=0.0).to(tl.float32)
-    gate_passes, up_passes = mask, mask
-    if LIMIT is not None:
-        gate_passes, up_passes = gate <= LIMIT, (up <= LIMIT) & (up >= -LIMIT)
-        gate = tl.where(gate > LIMIT, LIMIT, gate)  # comparisons, not minimum and maximum: NaN stays NaN
-        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-    return gate, up, gate_passes, up_passes
+    return gate, up
 
 
 @triton.jit(do_not_specialize=["E"])
@@ -49,9 +61,8 @@ def swiglu_kernel(
     for start in range(0, I, BLOCK_N):
         i = start + tl.arange(0, BLOCK_N)
         mask = live[:, None] & (i < I)[None, :]
-        gate, up, _, _ = load_gate_up(pre_ptr, row, i, mask, LIMIT, I)
-        s, _ = sigmoid(gate)
-        act = gate * s * up
+        gate, up = load_gate_up(pre_ptr, row, i, mask, I)
+        act = act_of(gate, up, LIMIT, act_ptr.dtype.element_ty)
         to_act = act_ptr + row.to(tl.int64)[:, None] * I + i[None, :]
         tl.store(to_act, narrow(act, act_ptr.dtype.element_ty), mask=mask)
 
@@ -60,6 +71,21 @@ def swiglu_kernel(
 
 
 # --8<-- [start:backward]
+@triton.jit
+def act_and_dpre(dact, gate, up, weight, LIMIT: tl.constexpr, dtype: tl.constexpr):
+    """act, dgate and dup of a tile. dact is without the router weight, which dgate and dup carry; all in fp32."""
+    clamped_gate, clamped_up = clamp(gate, up, LIMIT)
+    s, one_minus_s = sigmoid(clamped_gate, dtype)
+    silu = clamped_gate * s
+    d = weight * dact
+    dgate = d * clamped_up * (s + silu * one_minus_s)
+    dup = d * silu
+    if LIMIT is not None:
+        dgate = tl.where(gate <= LIMIT, dgate, 0.0)
+        dup = tl.where((up <= LIMIT) & (up >= -LIMIT), dup, 0.0)
+    return silu * clamped_up, dgate, dup
+
+
 @triton.jit(do_not_specialize=["R"])
 def swiglu_backward_kernel(
     dact_ptr,  # (R, I) read, without the router weight
@@ -98,20 +124,18 @@ def swiglu_backward_kernel(
     for start in range(0, I, BLOCK_N):
         i = start + tl.arange(0, BLOCK_N)
         mask = live[:, None] & (i < I)[None, :]
-        gate, up, gate_passes, up_passes = load_gate_up(pre_ptr, row, i, mask, LIMIT, I)
-        s, one_minus_s = sigmoid(gate)
-        act = gate * s * up
+        gate, up = load_gate_up(pre_ptr, row, i, mask, I)
         at_row = row.to(tl.int64)[:, None] * I + i[None, :]
-        if WEIGHTED_ACT:
-            tl.store(weighted_act_ptr + at_row, narrow(weight * act, weighted_act_ptr.dtype.element_ty), mask=mask)
+        dact = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
         if DPRE or DWEIGHT:
             dact = tl.load(dact_ptr + at_row, mask=mask, other=0.0).to(tl.float32)
+
+        act, dgate, dup = act_and_dpre(dact, gate, up, weight, LIMIT, pre_ptr.dtype.element_ty)
         if DWEIGHT:
             dweight += tl.sum(dact * act, 1)
+        if WEIGHTED_ACT:
+            tl.store(weighted_act_ptr + at_row, narrow(weight * act, weighted_act_ptr.dtype.element_ty), mask=mask)
         if DPRE:
-            d = weight * dact
-            dgate = tl.where(gate_passes, d * up * (s + gate * s * one_minus_s), 0.0)
-            dup = tl.where(up_passes, d * gate * s, 0.0)
             at_gate = dpre_ptr + row.to(tl.int64)[:, None] * (2 * I) + i[None, :]
             tl.store(at_gate, narrow(dgate, dpre_ptr.dtype.element_ty), mask=mask)
             tl.store(at_gate + I, narrow(dup, dpre_ptr.dtype.element_ty), mask=mask)

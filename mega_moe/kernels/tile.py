@@ -65,19 +65,55 @@ def rows_of_block(block, row_start_ptr, E, BLOCK_R: tl.constexpr, BLOCK_E: tl.co
 
 
 @triton.jit
-def sigmoid(z):
-    """s = 1 / (1 + exp(-z)) and 1 - s in fp32, to about the last bit; 0 and 1 at the ends, NaN for NaN alone.
+def halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The left and the right half of a tile's columns. Both stay in the registers where they are."""
+    return tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
 
-    A GPU has exp2. Rounding -z * log2(e) costs exp a relative error of |z| * 2^-24; `lost` is what the rounding (and
-    log2(e) itself, in fp32) left out. The division is IEEE's: the fast one is off by two units in the last place. And
-    1 - s, which the derivative multiplies by z, keeps its bits as exp(-z) * s where s is near 1.
+
+@triton.jit
+def rows_at(ptr, r, stride):
+    """Where each row r begins, or None for a tensor that nobody wants (ptr is None)."""
+    at = None
+    if ptr is not None:
+        at = ptr + r.to(tl.int64) * stride
+    return at
+
+
+@triton.jit
+def route_of_row(r, live, token_of_row_ptr, slot_of_row_ptr, K: tl.constexpr):
+    """The route t*K + k that each live row serves, in int64; 0 where not live."""
+    token = tl.load(token_of_row_ptr + r, mask=live, other=0).to(tl.int64)
+    return token * K + tl.load(slot_of_row_ptr + r, mask=live, other=0)
+
+
+@triton.jit
+def weight_of_route(route, live, topk_weights_ptr, stride_t, stride_k, K: tl.constexpr):
+    """The router weight of each live route t*K + k, in fp32; 0 where not live."""
+    at = topk_weights_ptr + route // K * stride_t + route % K * stride_k
+    return tl.load(at, mask=live, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def sigmoid(z, dtype: tl.constexpr):
+    """s = 1 / (1 + exp(-z)) and 1 - s, for z in fp32; 0 and 1 at the ends, NaN for NaN alone.
+
+    For bf16 and fp16 the hardware's exp2 and division are exact enough, and cost a tenth: an epilogue that computes a
+    hundred million of these does not overlap with matrix products. For fp32 both come out to about the last bit:
+    Rounding -z * log2(e) costs exp a relative error of |z| * 2^-24; `lost` is what the rounding (and log2(e) itself, in
+    fp32) left out. The division is IEEE's: the fast one is off by two units in the last place. And 1 - s, which the
+    derivative multiplies by z, keeps its bits as exp(-z) * s where s is near 1.
     """
     log2_e: tl.constexpr = 1.4426950216293335
     log2_e_rest: tl.constexpr = 1.925963033500996e-08
     ln_2: tl.constexpr = 0.6931471805599453
     t = -z * log2_e
-    lost = -(tl.fma(z, log2_e, t) + z * log2_e_rest)
-    lost = tl.where(tl.abs(t) < 150.0, lost, 0.0)  # beyond, exp2 is 0 or infinite and a correction could only spoil it
-    exp = tl.exp2(t) * (1.0 + lost * ln_2)
-    s = tl.div_rn(1.0, 1.0 + exp)
-    return s, tl.where(exp < 1.0, exp * s, 1.0 - s)
+    if dtype == tl.float32:
+        lost = -(tl.fma(z, log2_e, t) + z * log2_e_rest)
+        lost = tl.where(tl.abs(t) < 150.0, lost, 0.0)  # beyond, exp2 is 0 or infinite: a correction could only spoil it
+        exp = tl.exp2(t) * (1.0 + lost * ln_2)
+        s = tl.div_rn(1.0, 1.0 + exp)
+        rest = tl.where(exp < 1.0, exp * s, 1.0 - s)
+    else:
+        s = 1.0 / (1.0 + tl.exp2(t))
+        rest = 1.0 - s
+    return s, rest

@@ -20,11 +20,16 @@ def readable(w: Tensor) -> Tensor:
     """
     if lies_readable(w):
         return as_matrices(w)
-    columns = w.shape[-1]
-    per_row = ALIGNMENT // w.element_size()
-    padded = w.new_empty(*w.shape[:-1], (columns + per_row - 1) // per_row * per_row)
-    padded[..., :columns] = w
-    return as_matrices(padded[..., :columns])
+    copied = aligned(w.shape, like=w)
+    copied.copy_(w)
+    return as_matrices(copied)
+
+
+def aligned(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """An uninitialised tensor of this shape and like's dtype, whose rows are padded to 16 bytes."""
+    *outer, columns = shape
+    per_row = ALIGNMENT // like.element_size()
+    return like.new_empty(*outer, (columns + per_row - 1) // per_row * per_row)[..., :columns]
 
 
 def copied_bytes(inputs: Inputs) -> int:
@@ -39,7 +44,7 @@ def lies_readable(w: Tensor) -> bool:
     outer = (w.stride(0), w.stride(-2))
     return (
         w.stride(-1) == 1
-        and all(stride * w.element_size() % ALIGNMENT == 0 for stride in outer)
+        and all(stride > 0 and stride * w.element_size() % ALIGNMENT == 0 for stride in outer)
         and w.data_ptr() % ALIGNMENT == 0
     )
 

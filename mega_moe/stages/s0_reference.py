@@ -12,6 +12,7 @@ from ..reference import Plan as ReferencePlan
 from ..reference import Saved as ReferenceSaved
 from ..reference import backward as reference_backward
 from ..reference import forward as reference_forward
+from ..reference.forward import dispatch, gate_up
 from ..shapes import Grads, Inputs, Need, Plan, Problem, Saved
 
 
@@ -23,7 +24,8 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Saved]:
     row_start, token_of_row, slot_of_row, row_of_slot = (t.int() for t in saved.plan)
     unused = (0, problem.R - len(token_of_row))
     plan = Plan(row_start, pad(token_of_row, unused, value=-1), pad(slot_of_row, unused, value=-1), row_of_slot)
-    return y, Saved(plan, pad(saved.pre, (0, 0, 0, 0, *unused)))
+    pre = pad(saved.pre, (0, 0, 0, 0, *unused)) if problem.save == "pre" else None
+    return y, Saved(plan, pre)
 
 
 def backward(problem: Problem, inputs: Inputs, saved: Saved, dy: Tensor, need: Need) -> Grads:
@@ -31,10 +33,9 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dy: Tensor, need: N
     row_start, token_of_row, slot_of_row, row_of_slot = (t.long() for t in saved.plan)
     live = slice(row_start[-1])
     plan = ReferencePlan(row_start, token_of_row[live], slot_of_row[live], row_of_slot)
+    pre = gate_up(dispatch(inputs.x, plan), inputs.w_gate_up, plan) if saved.pre is None else saved.pre[live]
     grads = reference_backward(
-        ReferenceSaved(
-            inputs.x, inputs.topk_weights, inputs.w_gate_up, inputs.w_down, plan, saved.pre[live], problem.swiglu_limit
-        ),
+        ReferenceSaved(inputs.x, inputs.topk_weights, inputs.w_gate_up, inputs.w_down, plan, pre, problem.swiglu_limit),
         dy,
     )
     return Grads(**{name: grad for name, grad in grads._asdict().items() if getattr(need, name)})

@@ -2,8 +2,9 @@
 
 New since reference: the loop over experts is gone. The plan of rows is made on the device, dispatch copies tokens into
 the order of their experts, and a grouped GEMM finds out by itself which expert a block of rows belongs to. The host
-launches the same fourteen kernels and one memset whatever the routing says, and never waits. Every step is still a
-kernel of its own, and every tensor between two steps goes through memory: that is what the rungs above take away.
+launches the same fifteen kernels and one memset whatever the routing says (two kernels more where backward makes pre
+again), and never waits. Every step is still a kernel of its own, and every tensor between two steps goes through
+memory: that is what the rungs above take away.
 """
 
 from torch import Tensor
@@ -28,11 +29,13 @@ from ..shapes import Grads, Inputs, Need, Plan, Problem, Saved
 def forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Saved]:
     """y (T, H), and what backward needs."""
     plan = make_plan(inputs.topk_ids, problem.E)
-    pre = gate_up(dispatch(inputs.x, plan), inputs.w_gate_up, plan)
+    pre = gate_up(inputs, plan)
     act = swiglu(pre, plan, problem.swiglu_limit)
+    saved = Saved(plan, pre if problem.save == "pre" else None)
+    del pre
     out = grouped_gemm(act, readable(inputs.w_down), plan)
     y = combine(out, inputs.topk_weights, plan)
-    return y, Saved(plan, pre)
+    return y, saved
 
 
 def backward(problem: Problem, inputs: Inputs, saved: Saved, dy: Tensor, need: Need) -> Grads:
@@ -40,6 +43,8 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dy: Tensor, need: N
     plan, pre = saved
     dx = dw_gate_up = dw_down = None
 
+    if pre is None:
+        pre = gate_up(inputs, plan)
     dy_rows = dispatch(dy, plan)
     dact = grouped_gemm(dy_rows, readable(inputs.w_down).mT, plan) if need.dact else None
     dpre, weighted_act, dtopk_weights = swiglu_backward(
@@ -47,7 +52,7 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dy: Tensor, need: N
     )
     if need.dw_down:
         dw_down = weight_grad(dy_rows, weighted_act, plan)
-    del dy_rows, dact, weighted_act
+    del dy_rows, pre, dact, weighted_act
     if need.dx:
         drows = grouped_gemm(dpre.flatten(1), readable(inputs.w_gate_up).mT, plan)
         dx = dispatch_backward(drows, plan)
@@ -57,9 +62,9 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dy: Tensor, need: N
     return Grads(dx, dtopk_weights, dw_gate_up, dw_down)
 
 
-def gate_up(rows: Tensor, w_gate_up: Tensor, plan: Plan) -> Tensor:
-    """rows (R, H) -> pre (R, 2, I): gate and up are one matrix of 2I rows."""
-    return grouped_gemm(rows, readable(w_gate_up), plan).unflatten(1, (2, -1))
+def gate_up(inputs: Inputs, plan: Plan) -> Tensor:
+    """pre (R, 2, I): gate and up are one matrix of 2I rows. In backward again, where forward did not save it."""
+    return grouped_gemm(dispatch(inputs.x, plan), readable(inputs.w_gate_up), plan).unflatten(1, (2, -1))
 
 
 def why_not(problem: Problem) -> str | None:

@@ -7,8 +7,7 @@ Only what is selected is run: `-k "grouped or cublas"` leaves the others out, an
 import math
 import statistics
 from collections.abc import Callable
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from contestants import CONTESTANTS
 from measuring import METHOD, ROUTING, Measurement, measure_gemms, measure_layer, replay
 
 from mega_moe import Problem, ladder
-from mega_moe.shapes import PRESETS
+from mega_moe.shapes import PRESETS, SAVES
 
 HERE = Path(__file__).parent
 SHAPES = {"cuda": ["qwen3-30b-a3b", "qwen3-235b-a22b"], "cpu": ["tiny"]}
@@ -36,6 +35,12 @@ def pytest_addoption(parser):
         metavar="NAME",
         help=f"which layer to measure: {', '.join(PRESETS)}; may be repeated, or a list with commas (default: both "
         "models on a GPU, tiny on a CPU)",
+    )
+    parser.addoption(
+        "--save",
+        choices=SAVES,
+        default="pre",
+        help="what a rung's forward keeps for its backward (default: pre); the others keep what autograd does",
     )
 
 
@@ -69,7 +74,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(scope="session")
 def problem(request) -> Problem:
-    return PRESETS[request.param].at(device=DEVICE)
+    return PRESETS[request.param].at(device=DEVICE, save=request.config.getoption("--save"))
 
 
 @pytest.fixture(scope="session")
@@ -87,14 +92,22 @@ def gemm_measurements(request, problem) -> dict[tuple[str, str], Measurement]:
 def selected(request, problem: Problem, test: str) -> list[dict]:
     """The parameters of those tests of this name and shape that are going to run."""
     calls = [item.callspec.params for item in request.session.items if getattr(item, "originalname", None) == test]
-    return [params for params in calls if PRESETS[params["problem"]].at(device=DEVICE) == problem]
+    here = dict(device=problem.device, save=problem.save)
+    return [params for params in calls if PRESETS[params["problem"]].at(**here) == problem]
 
 
 @pytest.fixture(scope="session")
 def machine() -> dict:
-    """Where and when this runs; the same for every row."""
-    installed = {"transformers": version("transformers") if find_spec("transformers") else None}
-    return ladder.machine(DEVICE) | installed
+    """Where and when this runs, with the peers' versions; the same for every row."""
+    return ladder.machine(DEVICE) | {package: installed(package) for package in render_results.PEERS}
+
+
+def installed(package: str) -> str | None:
+    """The version of a package, None where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """Who is measured: the rungs of the ladder, what people train with today, and the dense GEMMs that bound them all.
 
 All of them get the same layer after its router, that is x, topk_ids, topk_weights and the weights, and all of them owe
-y and all four gradients. Whatever a contestant makes of topk_ids (a sort, a plan) is inside its time.
+y and all four gradients. Whatever a contestant makes of topk_ids (a sort, a plan) is inside its time; laying the
+weights out as it wants them, and its gradients as ours, is not. Other libraries are imported only when they are run.
 """
 
 from collections.abc import Callable
@@ -33,7 +34,7 @@ class Contestant:
     name: str
     label: str
     kind: str
-    start: Callable[[Inputs, Tensor], Runner]
+    start: Callable[[Problem, Inputs, Tensor], Runner]
     why_not: Callable[[Problem], str | None] = lambda problem: None
     needs_triton: bool = False
 
@@ -44,12 +45,12 @@ def differentiate(call: Callable[..., Tensor], leaves: list[Tensor], dy: Tensor,
     return Runner(lambda: call(*leaves), lambda y: torch.autograd.grad(y, leaves, dy), as_grads)
 
 
-def rung(stage: str, inputs: Inputs, dy: Tensor) -> Runner:
+def rung(stage: str, problem: Problem, inputs: Inputs, dy: Tensor) -> Runner:
     """A rung, through the public function that users call."""
     i = inputs
 
     def call(x, topk_weights, w_gate_up, w_down):
-        return moe(x, i.topk_ids, topk_weights, w_gate_up, w_down, stage=stage)
+        return moe(x, i.topk_ids, topk_weights, w_gate_up, w_down, stage=stage, save=problem.save)
 
     return differentiate(call, [i.x, i.topk_weights, i.w_gate_up, i.w_down], dy)
 
@@ -86,7 +87,7 @@ def unfused_apart(
     return to_tokens(out, topk_weights, route_of_row, x)
 
 
-def plain_torch(compiled: bool, inputs: Inputs, dy: Tensor) -> Runner:
+def plain_torch(compiled: bool, problem: Problem, inputs: Inputs, dy: Tensor) -> Runner:
     """`unfused` by autograd."""
     i, layer = inputs, compile_for(inputs.x.device)(unfused) if compiled else unfused
 
@@ -96,7 +97,7 @@ def plain_torch(compiled: bool, inputs: Inputs, dy: Tensor) -> Runner:
     return differentiate(call, [i.x, i.topk_weights, i.w_gate_up, i.w_down], dy)
 
 
-def plain_torch_apart(compiled: bool, inputs: Inputs, dy: Tensor) -> Runner:
+def plain_torch_apart(compiled: bool, problem: Problem, inputs: Inputs, dy: Tensor) -> Runner:
     """`unfused_apart` by autograd."""
     i, layer = inputs, compile_for(inputs.x.device)(unfused_apart) if compiled else unfused_apart
 
@@ -110,7 +111,7 @@ def plain_torch_apart(compiled: bool, inputs: Inputs, dy: Tensor) -> Runner:
     return differentiate(call, [i.x, i.topk_weights, w_gate, w_up, i.w_down], dy, as_grads)
 
 
-def transformers(compiled: bool, inputs: Inputs, dy: Tensor) -> Runner:
+def transformers(compiled: bool, problem: Problem, inputs: Inputs, dy: Tensor) -> Runner:
     """The experts of Hugging Face's Qwen3-MoE with experts_implementation="grouped_mm".
 
     Its router hands weights on in x's dtype, so that is what the experts get here too.
@@ -118,7 +119,7 @@ def transformers(compiled: bool, inputs: Inputs, dy: Tensor) -> Runner:
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-    i, p = inputs, inputs.problem()
+    i, p = inputs, problem
     config = Qwen3MoeConfig(
         hidden_size=p.H,
         moe_intermediate_size=p.I,
@@ -144,12 +145,88 @@ def transformers(compiled: bool, inputs: Inputs, dy: Tensor) -> Runner:
     )
 
 
-def dense_gemms(inputs: Inputs, dy: Tensor) -> Runner:
+def liger(problem: Problem, inputs: Inputs, dy: Tensor) -> Runner:
+    """Liger-Kernel's fused MoE, on its own layout of gate_up_proj, which is a checkpoint's (E, 2I, H)."""
+    from liger_kernel.ops import LigerFusedMoEFunction
+
+    i, p = inputs, problem
+
+    def call(x, topk_weights, gate_up_proj, down_proj):
+        return LigerFusedMoEFunction.apply(x, gate_up_proj, down_proj, i.topk_ids.int(), topk_weights)
+
+    def as_grads(dx, dtopk_weights, dgate_up_proj, ddown_proj):
+        return Grads(dx, dtopk_weights, dgate_up_proj.unflatten(1, (2, p.I)), ddown_proj)
+
+    return differentiate(call, [i.x, i.topk_weights, i.w_gate_up.flatten(1, 2), i.w_down], dy, as_grads)
+
+
+def moe_ops(problem: Problem, inputs: Inputs, dy: Tensor) -> Runner:
+    """moe-ops' permute, grouped GEMMs and unpermute, with gate and up in one product.
+
+    It has no SwiGLU of its own: torch.compile makes one kernel of each direction's.
+    """
+    from moe_ops import grouped_gemm, permute, unpermute
+    from moe_ops.grouped_gemm_ops_sm90 import grouped_matmul_tma_kernel
+
+    # Its tuner goes by the number of experts alone: without this a second shape would run on the first one's tiles.
+    grouped_matmul_tma_kernel.cache.clear()
+    i, p = inputs, problem
+
+    @compile_for(i.x.device)
+    def swiglu(pre):
+        gate, up = pre.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def call(x, topk_weights, w_gate_up, w_down):
+        rows, row_of_slot, row_start = permute(x, i.topk_ids.int(), E=p.E)
+        out = grouped_gemm(swiglu(grouped_gemm(rows, w_gate_up, row_start)), w_down, row_start)
+        return unpermute(out, row_of_slot, topk_weights, p.T, p.K)
+
+    def as_grads(dx, dtopk_weights, dw_gate_up, dw_down):
+        return Grads(dx, dtopk_weights, dw_gate_up.unflatten(1, (2, p.I)), dw_down)
+
+    return differentiate(call, [i.x, i.topk_weights, i.w_gate_up.flatten(1, 2), i.w_down], dy, as_grads)
+
+
+def sonic_moe(problem: Problem, inputs: Inputs, dy: Tensor) -> Runner:
+    """SonicMoE's layer from behind its router on: what its `moe_TC_softmax_topk_layer` does with ids and scores.
+
+    Its public entry for a routing made elsewhere allows any number of routes a token; this is its path for a fixed K.
+    It keeps gate and up interleaved, (E, 2I, H) with gate in the even rows, and tunes itself on the first call.
+    """
+    from sonicmoe.enums import ActivationType
+    from sonicmoe.functional import TC_topk_router_metadata_triton, _DownProjection, _UpProjection
+
+    i, p = inputs, problem
+
+    def call(x, topk_weights, w_interleaved, w_down):
+        rows_of_expert, token_of_row, route_of_row, row_of_route = (x.new_empty(n, dtype=torch.int32) for n in sizes)
+        row_start = x.new_empty(p.E + 1, dtype=torch.int32)
+        TC_topk_router_metadata_triton(
+            i.topk_ids.int(), p.E, rows_of_expert, row_start, token_of_row, route_of_row, row_of_route
+        )
+        plan = token_of_row, route_of_row, row_of_route, None, False  # no offsets of tokens: all have K routes
+        act, pre = _UpProjection.apply(
+            x, w_interleaved.permute(1, 2, 0), None, row_start, p.R, p.K, *plan, ActivationType.SWIGLU, False
+        )
+        return _DownProjection.apply(
+            act, pre, w_down.permute(1, 2, 0), None, topk_weights, row_start, p.T, p.K, *plan, ActivationType.SWIGLU
+        )
+
+    def as_grads(dx, dtopk_weights, dw_interleaved, dw_down):
+        return Grads(dx, dtopk_weights, dw_interleaved.unflatten(1, (p.I, 2)).transpose(1, 2), dw_down)
+
+    sizes = p.E, p.R, p.R, p.R
+    w_interleaved = i.w_gate_up.transpose(1, 2).flatten(1, 2)
+    return differentiate(call, [i.x, i.topk_weights, w_interleaved, i.w_down], dy, as_grads)
+
+
+def dense_gemms(problem: Problem, inputs: Inputs, dy: Tensor) -> Runner:
     """The products of the layer if all rows had one expert: two in forward, four in backward, and nothing else.
 
     It is no layer. It is what the vendor's library needs for the same flops: the time to come close to.
     """
-    i, p = inputs, inputs.problem()
+    i, p = inputs, problem
     rows, dy_rows = i.x.repeat(p.K, 1), dy.repeat(p.K, 1)
     w_gate_up, w_down = i.w_gate_up[0].flatten(0, 1), i.w_down[0]
     dpre = pre = rows @ w_gate_up.mT
@@ -172,9 +249,19 @@ def compile_for(device: torch.device) -> Callable:
     )
 
 
-def transformers_are_missing(problem: Problem) -> str | None:
-    """Why there are no Hugging Face experts here, if so."""
-    return None if find_spec("transformers") else "transformers is not installed: pip install transformers"
+def needs(module: str, package: str, capability: tuple[int, int] | None = None) -> Callable[[Problem], str | None]:
+    """A why_not for an optional package: whether it is installed, and whether the GPU that it needs is here.
+
+    capability: the least compute capability of an NVIDIA GPU that it runs on; None: it needs no GPU.
+    """
+
+    def why_not(problem: Problem) -> str | None:
+        nvidia = problem.device == "cuda" and torch.version.cuda
+        if capability and not (nvidia and torch.cuda.get_device_capability() >= capability):
+            return f"{package} needs an NVIDIA GPU of compute capability {capability[0]}.{capability[1]} or above"
+        return None if find_spec(module) else f"{package} is not installed: docs/measuring.md says how"
+
+    return why_not
 
 
 CONTESTANTS = {
@@ -198,15 +285,18 @@ CONTESTANTS = {
             "Hugging Face grouped_mm, eager",
             "peer",
             partial(transformers, False),
-            transformers_are_missing,
+            needs("transformers", "transformers"),
         ),
         Contestant(
             "transformers-compiled",
             "Hugging Face grouped_mm, torch.compile",
             "peer",
             partial(transformers, True),
-            transformers_are_missing,
+            needs("transformers", "transformers"),
         ),
+        Contestant("liger", "Liger-Kernel, fused MoE", "peer", liger, needs("liger_kernel", "liger-kernel", (8, 0))),
+        Contestant("moe-ops", "moe-ops, Triton", "peer", moe_ops, needs("moe_ops", "moe-ops", (8, 0))),
+        Contestant("sonic-moe", "SonicMoE, CuTe", "peer", sonic_moe, needs("sonicmoe", "sonic-moe", (9, 0))),
         Contestant("cublas", "dense GEMMs of the same flops", "ceiling", dense_gemms),
     )
 }

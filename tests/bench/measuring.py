@@ -75,7 +75,7 @@ def measure_layer(problem: Problem, contestants: Sequence[Contestant]) -> dict[s
         if measurement.why_not:
             continue
         try:
-            runner = contestant.start(inputs, dy)
+            runner = contestant.start(problem, inputs, dy)
             examine(measurement, contestant, runner, oracle)
         except Exception:
             measurement.failure = traceback.format_exc()

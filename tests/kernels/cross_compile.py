@@ -28,12 +28,14 @@ import re
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
+from types import SimpleNamespace
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mega_moe import kernels
 from mega_moe.registry import LADDER
@@ -90,16 +92,19 @@ class Form:
             f" without {name.removesuffix('_ptr')}" for name in absent
         )
 
-    @property
-    def multiplies_in_half(self) -> bool:
-        """Whether it contains a matrix product of bf16 or fp16, as a GPU has instructions for."""
-        half = any(isinstance(a, torch.Tensor) and a.dtype in (torch.bfloat16, torch.float16) for a in self.args)
-        return half and re.search(r"\bdot\(", self.kernel.src) is not None
-
     def key(self) -> str:
         """Equal for launches that compile to the same code, as far as one layer's launches can differ."""
-        facts = [(a.dtype, a.data_ptr() % 16) if isinstance(a, torch.Tensor) else a for a in self.args]
+        facts = [facts_of(a) for a in self.args]
         return f"{self.kernel.__module__}.{self.kernel.__name__} {facts} {self.kwargs}"
+
+
+def facts_of(argument: object) -> object:
+    """What of an argument a compiler looks at."""
+    if isinstance(argument, TensorDescriptor):
+        return argument.base.dtype, tuple(argument.block_shape)
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % 16
+    return argument
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,7 @@ class Pretended:
 
     def __init__(self, name: str):
         self.name = name
+        self.utils = SimpleNamespace(get_device_properties=lambda device: {"multiprocessor_count": 132})
 
     def get_current_target(self) -> GPUTarget:
         return TARGETS[self.name].triton
@@ -194,7 +200,8 @@ def compile_form(target: str, form: Form, may_spill: bool = False) -> Compiled:
         faults.append("spills")
     if shared > TARGETS[target].shared:
         faults.append(f"{shared} bytes of shared memory, of {TARGETS[target].shared}")
-    if form.multiplies_in_half and matrix not in assembly:
+    # A product of bf16 or fp16 operands, which a GPU has instructions for.
+    if re.search(r"tt\.dot .*x(bf16|f16)>", compiled.asm["ttir"]) and matrix not in assembly:
         faults.append(f"no {matrix}")
     return Compiled(
         form=form.name,

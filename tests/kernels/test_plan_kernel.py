@@ -5,7 +5,9 @@ import torch
 from cases import DEVICE, framed, transposed
 
 from mega_moe import routing
-from mega_moe.kernels.plan import plan
+from mega_moe.kernels.blocks import routes
+from mega_moe.kernels.plan import count_kernel, place_kernel, plan
+from mega_moe.shapes import Plan
 
 OUTSIDE = (-2, -(2**31), 2**31 - 1, 2**30, -1)
 WIDE = (2**32, 2**32 + 1, -(2**32), 2**63 - 1, -(2**63), 2**40)  # ids that look like an expert in their low 32 bits
@@ -28,7 +30,15 @@ def assert_planned(ids: torch.Tensor, E: int) -> None:
 
 
 def test_example(framed_memory):
-    made = plan(torch.tensor([[2, 0], [0, -1], [2, 2]], device=DEVICE), 3)
+    ids = torch.tensor([[2, 0], [0, -1], [2, 2]], device=DEVICE)
+    sizes, blocks = (6, 3, *ids.stride()), dict(K=2, BLOCK=4, BLOCK_E=4, num_warps=1)
+    index = lambda *shape: torch.empty(shape, dtype=torch.int32, device=DEVICE)
+    count, made = index(2, 4), Plan(index(4), index(6), index(6), index(3, 2))
+
+    count_kernel[(2,)](ids, count, *sizes, **blocks)
+    assert count.tolist() == [[2, 0, 1, 0], [0, 0, 2, 0]]
+
+    place_kernel[(2,)](ids, count, *made, *sizes, **blocks, BLOCK_RANK=2, BLOCK_C=1)
     assert made.row_start.tolist() == [0, 2, 2, 5]
     assert made.token_of_row.tolist() == [0, 1, 0, 2, 2, -1]
     assert made.slot_of_row.tolist() == [1, 0, 0, 0, 1, -1]
@@ -42,9 +52,38 @@ def test_experts_and_slots_that_are_no_powers_of_two(T, K, E, framed_memory):
     assert_planned(ids_of(T, K, E), E)
 
 
-@pytest.mark.parametrize("R", [1, 255, 256, 257, 511, 512, 513, 4095, 4096, 4097])
-def test_routes_just_around_a_block(R, framed_memory):
+def around(routes: int) -> list[int]:
+    """Numbers of routes just around this one."""
+    return [routes - 1, routes, routes + 1]
+
+
+@pytest.mark.parametrize(
+    "R",
+    [
+        *(1, 2),
+        *around(routes().BLOCK_RANK),
+        *around(routes().BLOCK),
+        *around(2 * routes().BLOCK + routes().BLOCK_RANK),
+        *around(routes().BLOCK * routes().MOST_CHUNKS),  # from here on a chunk is more than one block
+        *around(routes().BLOCK * (routes().MOST_CHUNKS * 2 - 3)),  # no block is left for the last chunk
+    ],
+)
+def test_routes_just_around_a_block_and_a_chunk(R, framed_memory):
     assert_planned(ids_of(R, 1, 3), 3)
+
+
+@pytest.mark.parametrize("E", [1, 2, 3, 17, 127, 128, 129, 1000, 1024])
+def test_any_number_of_experts_over_several_chunks(E, framed_memory):
+    assert_planned(ids_of(routes().BLOCK // 2 + 9, 5, E), E)
+
+
+def test_chunks_without_a_live_route(framed_memory):
+    """The first, the last, and one between."""
+    size = routes().BLOCK
+    ids = ids_of(5 * size - 7, 1, 4)
+    for chunk in (0, 2, 4):
+        ids[chunk * size : (chunk + 1) * size] = -1
+    assert_planned(ids, 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -91,6 +130,13 @@ def test_ids_outside_the_table_are_masked(dtype, outside, framed_memory):
 )
 def test_any_strides(lay_out, framed_memory):
     assert_planned(lay_out(ids_of(30, 4, 5)), 5)
+
+
+@pytest.mark.parametrize(
+    "lay_out", [transposed, lambda ids: framed(ids, gap=3, offset=1)], ids=["transposed", "framed"]
+)
+def test_any_strides_over_several_chunks(lay_out, framed_memory):
+    assert_planned(lay_out(ids_of(routes().BLOCK + 3, 3, 5)), 5)
 
 
 def test_the_same_plan_every_time():
