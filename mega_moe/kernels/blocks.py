@@ -6,6 +6,7 @@ the last bit of every sum) would differ from run to run. A GPU that is not in th
 """
 
 from dataclasses import asdict, dataclass, field
+from functools import cache
 
 import torch
 import triton
@@ -93,8 +94,10 @@ class DactStrips(Strips):
 
 
 @dataclass(frozen=True)
-class ResidentWeightGrad(Resident, WeightGrad):
-    """What a resident program does with one ticket: a tile of a weight gradient."""
+class WeightGradStrips(Resident, WeightGrad):
+    """What a resident program does with one ticket of a weight gradient: STRIP tiles side by side, in one loop."""
+
+    STRIP: int
 
 
 @dataclass(frozen=True)
@@ -106,8 +109,8 @@ class Persistent:
     down: Strips
     dact: DactStrips
     dx: Strips
-    dw_down: ResidentWeightGrad
-    dw_gate_up: ResidentWeightGrad
+    dw_down: WeightGradStrips
+    dw_gate_up: WeightGradStrips
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,7 @@ MAP = Elementwise(BLOCK_R=8, BLOCK_N=256, num_warps=4)
 def persistent(BLOCK_R: int, N: int, C: int, warps: int, stages: int, chunk: int) -> Persistent:
     """Tiles of N columns (N/2 of gate and of up) for every kernel, one a ticket, and BLOCK_R by N weight gradients."""
     strips, gate_up = (Strips(columns, C, 1, False, warps, stages) for columns in (N, N // 2))
-    dw = ResidentWeightGrad(N, N // 2, C, warps, stages)
+    dw = WeightGradStrips(N, N // 2, C, warps, stages, 1)
     return Persistent(BLOCK_R, gate_up, strips, DactStrips(N, C, 1, False, warps, stages, chunk), strips, dw, dw)
 
 
@@ -200,8 +203,8 @@ INTERPRETER = Blocks(
         down=Strips(64, 64, 2, True, 1, 1),
         dact=DactStrips(64, 64, 1, False, 1, 1, CHUNK=32),
         dx=Strips(64, 64, 1, False, 1, 1),
-        dw_down=ResidentWeightGrad(64, 64, 32, 1, 1),
-        dw_gate_up=ResidentWeightGrad(64, 64, 32, 1, 1),
+        dw_down=WeightGradStrips(64, 64, 32, 1, 1, 2),
+        dw_gate_up=WeightGradStrips(64, 64, 32, 1, 1, 2),
     ),
 )
 
@@ -239,8 +242,13 @@ def programs(tile: Resident) -> int:
     if INTERPRETED:
         return 3
     driver = triton.runtime.driver.active
-    processors = driver.utils.get_device_properties(driver.get_current_device())["multiprocessor_count"]
-    return processors * tile.per_processor
+    return processors(driver.get_current_device()) * tile.per_processor
+
+
+@cache
+def processors(device: int | str) -> int:
+    """A GPU's processors. Asked once, for the driver takes a millisecond to answer."""
+    return triton.runtime.driver.active.utils.get_device_properties(device)["multiprocessor_count"]
 
 
 def target() -> str:

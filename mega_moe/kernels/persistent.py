@@ -277,42 +277,47 @@ def persistent_weight_grad_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    STRIP: tl.constexpr,
 ):
-    """Grid: one program a processor. A ticket is an expert, longest first, and a block of M and of N, N fastest. Who
-    draws it alone sums that tile, over the expert's rows in order; without rows it takes no step and stores zeros.
+    """Grid: one program a processor. A ticket is an expert, longest first, and a block of M and a strip of blocks of N,
+    strips fastest. Who draws it alone sums those tiles, each over the expert's rows in order; without rows there is
+    nothing to sum, and zeros are stored.
 
     Example: row_start = [0, 2, 2], token_of_row = [1, 0], a = [[1.], [2.]], tokens = [[5., 6.], [3., 4.]]:
     dw = [[[13., 16.]], [[0., 0.]]].
     """
     n_blocks: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    tiles: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M * n_blocks
-    tickets = E * tiles
+    strips: tl.constexpr = (n_blocks + STRIP - 1) // STRIP
+    strips_of_expert: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M * strips
+    tickets = E * strips_of_expert
     ticket = draw(ticket_ptr)
     while ticket < tickets:
         following = draw(ticket_ptr)
-        expert = tl.load(longest_first_ptr + ticket // tiles)
-        first_m = ticket % tiles // n_blocks * BLOCK_M
-        n = ticket % n_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+        expert = tl.load(longest_first_ptr + ticket // strips_of_expert)
+        first_m = ticket % strips_of_expert // strips * BLOCK_M
         first, end = tl.load(row_start_ptr + expert), tl.load(row_start_ptr + expert + 1)
         in_blocks = (first // ROWS_OF_BLOCK + expert) * ROWS_OF_BLOCK
 
-        r = tl.arange(0, BLOCK_R)
-        tokens_at = tokens_ptr + n.to(tl.int64)[None, :] * stride_tokens_n
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for start in range(0, end - first, BLOCK_R):
-            a = a_desc.load([in_blocks + start, first_m])
-            at = tokens_at + tokens_of_tile(first + start + r, end, token_of_row_ptr)[:, None] * stride_tokens_t
-            if N % BLOCK_N == 0:
-                b = tl.load(at)
-            else:
-                b = tl.load(at, mask=(n < N)[None, :], other=0.0)
-            acc = dot(a.T, b, acc)
+        first_n_block = ticket % strips * STRIP
+        for n_block in tl.range(first_n_block, tl.minimum(first_n_block + STRIP, n_blocks), flatten=True):
+            n = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
+            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for start in range(0, end - first, BLOCK_R):
+                a = a_desc.load([in_blocks + start, first_m])
+                r = first + start + tl.arange(0, BLOCK_R)
+                at = tokens_ptr + tokens_of_tile(r, end, token_of_row_ptr)[:, None] * stride_tokens_t
+                at += n.to(tl.int64)[None, :] * stride_tokens_n
+                if N % BLOCK_N == 0:
+                    b = tl.load(at)
+                else:
+                    b = tl.load(at, mask=(n < N)[None, :], other=0.0)
+                acc = dot(a.T, b, acc)
 
-        m = first_m + tl.arange(0, BLOCK_M)
-        mask = (m < M)[:, None] & (n < N)[None, :]
-        to_dw = dw_ptr + expert.to(tl.int64) * stride_dwe
-        to_dw += m.to(tl.int64)[:, None] * stride_dwm + n.to(tl.int64)[None, :] * stride_dwn
-        tl.store(to_dw, narrow(acc, dw_ptr.dtype.element_ty), mask=mask)
+            m = first_m + tl.arange(0, BLOCK_M)
+            mask = (m < M)[:, None] & (n < N)[None, :]
+            to_dw = dw_ptr + expert.to(tl.int64) * stride_dwe
+            to_dw += m.to(tl.int64)[:, None] * stride_dwm + n.to(tl.int64)[None, :] * stride_dwn
+            tl.store(to_dw, narrow(acc, dw_ptr.dtype.element_ty), mask=mask)
         ticket = following
 
 
