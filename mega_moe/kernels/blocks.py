@@ -3,10 +3,16 @@
 They are measured, not searched for at run time: a search would make the first call slow, and its choice (and with it
 the last bit of every sum) would differ from run to run. A GPU that is not in the table gets the portable sizes, and
 `note` says so.
+
+The tiles of resident programs depend on the layer too: blocks.json holds those that `mega-moe tune` measured, each with
+where, when and on which layer.
 """
 
-from dataclasses import asdict, dataclass, field
+import json
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
+from math import log2
+from pathlib import Path
 
 import torch
 import triton
@@ -94,10 +100,8 @@ class DactStrips(Strips):
 
 
 @dataclass(frozen=True)
-class WeightGradStrips(Resident, WeightGrad):
-    """What a resident program does with one ticket of a weight gradient: STRIP tiles side by side, in one loop."""
-
-    STRIP: int
+class ResidentWeightGrad(Resident, WeightGrad):
+    """What a resident program does with one ticket: a tile of a weight gradient."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +113,8 @@ class Persistent:
     down: Strips
     dact: DactStrips
     dx: Strips
-    dw_down: WeightGradStrips
-    dw_gate_up: WeightGradStrips
+    dw_down: ResidentWeightGrad
+    dw_gate_up: ResidentWeightGrad
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,7 @@ MAP = Elementwise(BLOCK_R=8, BLOCK_N=256, num_warps=4)
 def persistent(BLOCK_R: int, N: int, C: int, warps: int, stages: int, chunk: int) -> Persistent:
     """Tiles of N columns (N/2 of gate and of up) for every kernel, one a ticket, and BLOCK_R by N weight gradients."""
     strips, gate_up = (Strips(columns, C, 1, False, warps, stages) for columns in (N, N // 2))
-    dw = WeightGradStrips(N, N // 2, C, warps, stages, 1)
+    dw = ResidentWeightGrad(N, N // 2, C, warps, stages)
     return Persistent(BLOCK_R, gate_up, strips, DactStrips(N, C, 1, False, warps, stages, chunk), strips, dw, dw)
 
 
@@ -203,8 +207,8 @@ INTERPRETER = Blocks(
         down=Strips(64, 64, 2, True, 1, 1),
         dact=DactStrips(64, 64, 1, False, 1, 1, CHUNK=32),
         dx=Strips(64, 64, 1, False, 1, 1),
-        dw_down=WeightGradStrips(64, 64, 32, 1, 1, 2),
-        dw_gate_up=WeightGradStrips(64, 64, 32, 1, 1, 2),
+        dw_down=ResidentWeightGrad(64, 64, 32, 1, 1),
+        dw_gate_up=ResidentWeightGrad(64, 64, 32, 1, 1),
     ),
 )
 
@@ -233,8 +237,51 @@ def blocks_of_target(name: str, dtype: torch.dtype) -> Blocks:
 
 
 def persistent_for(problem: Problem) -> Persistent:
-    """The tiles of resident programs for this problem on the current device."""
-    return blocks_for(problem.dtype).persistent
+    """The tiles of resident programs for this problem on the current device: those measured for the layer nearest to
+    it, or the defaults where none was measured."""
+    found = measured_for(problem)
+    return found.tiles if found else blocks_for(problem.dtype).persistent
+
+
+TABLE = Path(__file__).with_name("blocks.json")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Tiles of resident programs, and the sizes of the layer on which they were the fastest."""
+
+    H: int
+    I: int
+    tiles: Persistent
+
+
+def measured_for(problem: Problem) -> Measured | None:
+    """The measurement nearest to this problem; None in fp32, in the interpreter, and where there is none."""
+    name = target()
+    if name == "interpreter" or problem.dtype.itemsize != 2:
+        return None
+    return nearest(name, problem.H, problem.I)
+
+
+@cache
+def table() -> list[dict]:
+    """The entries of blocks.json."""
+    return json.loads(TABLE.read_text())
+
+
+@cache
+def nearest(name: str, H: int, I: int) -> Measured | None:
+    """This target's entry with the smallest distance in log2 H + log2 I; of two as near, that of the smaller layer."""
+    entries = [entry for entry in table() if entry["target"] == name]
+    distance = lambda entry: abs(log2(entry["H"] / H)) + abs(log2(entry["I"] / I))
+    found = min(entries, key=lambda entry: (distance(entry), entry["H"], entry["I"]), default=None)
+    return Measured(found["H"], found["I"], tiles_of(found["tiles"])) if found else None
+
+
+def tiles_of(sizes: dict) -> Persistent:
+    """The inverse of `dataclasses.asdict`."""
+    tiles = {f.name: f.type(**sizes[f.name]) for f in fields(Persistent) if f.name != "BLOCK_R"}
+    return Persistent(sizes["BLOCK_R"], **tiles)
 
 
 def programs(tile: Resident) -> int:
@@ -267,6 +314,16 @@ def note() -> str | None:
     if name not in MEASURED:
         return f"block sizes are chosen for {name if name in HALF else 'any GPU'}, but were not measured on {name}"
     return None
+
+
+def persistent_note(problem: Problem) -> str | None:
+    """The same of the tiles of resident programs for this problem."""
+    found = measured_for(problem)
+    if found is None:
+        return note()
+    if (found.H, found.I) == (problem.H, problem.I):
+        return None
+    return f"block sizes are those measured for H={found.H}, I={found.I}: `mega-moe tune` measures them for this layer"
 
 
 def launch_options(tile: Rows | WeightGrad | Elementwise | Strips) -> dict[str, int]:

@@ -1,16 +1,16 @@
 """Resident programs: as many as the GPU has processors, each drawing tickets until there are none.
 
-A launch with one program a tile pays for every tile's beginning (find the expert, find the rows, fill the pipeline) and
-for its end (the epilogue) with idle matrix units. Here a program lives as long as the launch. It looks its tile up in
-a table, draws its next ticket before it multiplies, so that the answer is there in time, and may take a strip of tiles
-in one loop whose loads never stop: those of the next tile begin under the epilogue of this one. Nobody waits for a tile
-that somebody else is slow with, since tickets go to whoever is free.
+A launch with one program a tile pays with idle matrix units for every tile's beginning (find the expert, find its
+rows, find their tokens) and for its end. Here a program lives as long as the launch, and is always two tickets ahead:
+while it multiplies one tile it looks the next one up in a table, and draws the number of the one after. Nobody waits
+for a tile that somebody else is slow with, since tickets go to whoever is free. A ticket may be a strip of tiles, whose
+steps are one loop: the loads of a tile begin under the epilogue of the one before.
 
 What lies contiguously (weights, and what these kernels pass to each other) is loaded by descriptor: one thread asks the
 copy engine for a whole tile, instead of all threads computing addresses. What is gathered (tokens) cannot be.
 
-Tensors between the kernels lie in blocks (see tile_table.py), and the rows that pad an expert's last block are zeros: a
-weight gradient sums over whole steps, and no row of another expert is ever among them.
+Tensors between the kernels lie in blocks (see tile_table.py). In dpre and weighted act the rows that pad an expert's
+last block are zeros: a weight gradient sums over whole steps, and no row of another expert is ever among them.
 """
 
 import torch
@@ -22,17 +22,27 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..shapes import Need, Plan
 from .blocks import Strips, launch_options, programs
 from .fused_swiglu import store_pre_and_act, sum_parts, swiglu_backward_epilogue
-from .gathered import tokens_of_tile
 from .signal import draw
-from .tile import dot, halves, narrow, route_of_row, rows_at, weight_of_route
+from .tile import dot, halves, narrow, rows_at, weight_of_route
 from .tile_table import TileTable
 
 
 # --8<-- [start:load]
 @triton.jit
-def load_row_block(at):
-    """A row of the table of row blocks: expert, first row, end of the expert's rows, block."""
-    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+def look_up(ticket, tickets, strips, row_blocks_ptr):
+    """The block of rows of a ticket: its number, expert, first row, and how many rows it holds. 0 beyond the last."""
+    block = ticket // strips
+    at = row_blocks_ptr + block * 3
+    known = ticket < tickets
+    expert, row = tl.load(at, mask=known, other=0), tl.load(at + 1, mask=known, other=0)
+    return block, expert, row, tl.load(at + 2, mask=known, other=0)
+
+
+@triton.jit
+def look_up_rows(ticket, tickets, strips, of_rows_ptr, BLOCK_R: tl.constexpr):
+    """What the table says of each row of a ticket's block (its token, or its route), in int64. 0 beyond the last."""
+    at = of_rows_ptr + (ticket // strips).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    return tl.load(at, mask=ticket < tickets, other=0).to(tl.int64)
 
 
 @triton.jit
@@ -61,9 +71,9 @@ def persistent_gate_up_kernel(
     w_desc,  # (E, 2, I, H) read: gate and up of the same columns come as one tile
     pre_ptr,  # (R, 2, I) written where a row has an expert; or None
     act_ptr,  # (rows in blocks, I) written where a row has an expert; or None
-    token_of_row_ptr,  # (R,) int32, read
-    row_blocks_ptr,  # (blocks, 4) int32, read
-    counters_ptr,  # int32, read: the number of live row blocks
+    row_blocks_ptr,  # (blocks, 3) int32, read
+    token_in_blocks_ptr,  # (rows in blocks,) int32, read
+    counters_ptr,  # int32, read: the number of blocks that hold rows
     ticket_ptr,  # int32, drawn from
     stride_xt,
     stride_xh,
@@ -79,20 +89,23 @@ def persistent_gate_up_kernel(
 ):
     """Grid: one program a processor. A ticket is a row block and a strip of column blocks of I, strips fastest.
 
-    Example: one expert, token_of_row = [1], x = [[9., 9.], [1., 2.]], w = [[[1., 0.], [0., 1.]]]: gate is 1 and up 2,
-    so pre = [[[1.], [2.]]] and act = [[silu(1) * 2]] = [[1.4621]].
+    Example: one expert, its one row is token 1, x = [[9., 9.], [1., 2.]], w = [[[[1., 0.]], [[0., 1.]]]]: gate is 1 and
+    up 2, so pre = [[[1.], [2.]]] and act = [[silu(1) * 2]] = [[1.4621]].
     """
     column_blocks: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
     strips: tl.constexpr = (column_blocks + STRIP - 1) // STRIP
     tickets = tl.load(counters_ptr) * strips
-    ticket = draw(ticket_ptr)
+    ticket, following = draw(ticket_ptr), draw(ticket_ptr)
+    block, expert, row, rows = look_up(ticket, tickets, strips, row_blocks_ptr)
+    token = look_up_rows(ticket, tickets, strips, token_in_blocks_ptr, BLOCK_R)
     while ticket < tickets:
-        following = draw(ticket_ptr)
-        expert, row, end, block = load_row_block(row_blocks_ptr + ticket // strips * 4)
-        r = row + tl.arange(0, BLOCK_R)
-        c = tl.arange(0, BLOCK_C).to(tl.int64)
-        x_at = x_ptr + tokens_of_tile(r, end, token_of_row_ptr)[:, None] * stride_xt + c[None, :] * stride_xh
+        next_block, next_expert, next_row, next_rows = look_up(following, tickets, strips, row_blocks_ptr)
+        next_token = look_up_rows(following, tickets, strips, token_in_blocks_ptr, BLOCK_R)
+        after = draw(ticket_ptr)
 
+        i_block = tl.arange(0, BLOCK_R)
+        c = tl.arange(0, BLOCK_C).to(tl.int64)
+        x_at = x_ptr + token[:, None] * stride_xt + c[None, :] * stride_xh
         first = ticket % strips * STRIP
         for column in tl.range(first, tl.minimum(first + STRIP, column_blocks), flatten=FLATTEN):
             gate_up = tl.zeros((BLOCK_R, 2 * BLOCK_N), tl.float32)
@@ -102,11 +115,13 @@ def persistent_gate_up_kernel(
                 gate_up = dot(x, w.T, gate_up)
 
             gate, up = halves(gate_up, BLOCK_R, 2 * BLOCK_N)
-            pre_at = rows_at(pre_ptr, r, 2 * I)
-            act_at = rows_at(act_ptr, block.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R), stride_act)
+            pre_at = rows_at(pre_ptr, row + i_block, 2 * I)
+            act_at = rows_at(act_ptr, block.to(tl.int64) * BLOCK_R + i_block, stride_act)
             i = column * BLOCK_N + tl.arange(0, BLOCK_N)
-            store_pre_and_act(gate, up, pre_at, act_at, r < end, i, LIMIT, I, x_ptr.dtype.element_ty)
-        ticket = following
+            store_pre_and_act(gate, up, pre_at, act_at, i_block < rows, i, LIMIT, I, x_ptr.dtype.element_ty)
+
+        ticket, following = following, after
+        block, expert, row, rows, token = next_block, next_expert, next_row, next_rows, next_token
 
 
 # --8<-- [end:gate_up]
@@ -118,12 +133,10 @@ def persistent_slot_gemm_kernel(
     a_desc,  # (rows in blocks, C) read
     w_desc,  # (E, N, C) read, or (E, C, N)
     slots_ptr,  # (T, K, N) written at live routes
-    token_of_row_ptr,  # (R,) int32, read
-    slot_of_row_ptr,  # (R,) int32, read
-    row_blocks_ptr,  # (blocks, 4) int32, read
-    counters_ptr,  # int32, read: the number of live row blocks
+    row_blocks_ptr,  # (blocks, 3) int32, read
+    route_in_blocks_ptr,  # (rows in blocks,) int32, read
+    counters_ptr,  # int32, read: the number of blocks that hold rows
     ticket_ptr,  # int32, drawn from
-    K: tl.constexpr,
     C: tl.constexpr,
     N: tl.constexpr,
     W_IS_NC: tl.constexpr,  # how w lies
@@ -141,12 +154,12 @@ def persistent_slot_gemm_kernel(
     column_blocks: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     strips: tl.constexpr = (column_blocks + STRIP - 1) // STRIP
     tickets = tl.load(counters_ptr) * strips
-    ticket = draw(ticket_ptr)
+    ticket, following = draw(ticket_ptr), draw(ticket_ptr)
+    block, expert, _, _ = look_up(ticket, tickets, strips, row_blocks_ptr)
     while ticket < tickets:
-        following = draw(ticket_ptr)
-        expert, row, end, block = load_row_block(row_blocks_ptr + ticket // strips * 4)
-        r = row + tl.arange(0, BLOCK_R)
-        slots_at = slots_ptr + route_of_row(r, r < end, token_of_row_ptr, slot_of_row_ptr, K) * N
+        route = look_up_rows(ticket, tickets, strips, route_in_blocks_ptr, BLOCK_R)  # not needed before the epilogue
+        next_block, next_expert, _, _ = look_up(following, tickets, strips, row_blocks_ptr)
+        after = draw(ticket_ptr)
 
         first = ticket % strips * STRIP
         for column in tl.range(first, tl.minimum(first + STRIP, column_blocks), flatten=FLATTEN):
@@ -160,9 +173,12 @@ def persistent_slot_gemm_kernel(
                 acc = dot(a, w, acc)
 
             n = column * BLOCK_N + tl.arange(0, BLOCK_N)
-            mask = (r < end)[:, None] & (n < N)[None, :]
-            tl.store(slots_at[:, None] + n[None, :], narrow(acc, slots_ptr.dtype.element_ty), mask=mask)
-        ticket = following
+            mask = (route >= 0)[:, None] & (n < N)[None, :]
+            slots_at = slots_ptr + route[:, None] * N + n[None, :]
+            tl.store(slots_at, narrow(acc, slots_ptr.dtype.element_ty), mask=mask)
+
+        ticket, following = following, after
+        block, expert = next_block, next_expert
 
 
 # --8<-- [end:slots]
@@ -175,13 +191,13 @@ def persistent_dact_kernel(
     w_desc,  # (E, H, I) read
     pre_ptr,  # (R, 2, I) read
     topk_weights_ptr,  # (T, K) read, any strides
-    token_of_row_ptr,  # (R,) int32, read
-    slot_of_row_ptr,  # (R,) int32, read
-    dpre_ptr,  # (rows in blocks, 2I) written in every live block; or None
-    weighted_act_ptr,  # (rows in blocks, I) written in every live block; or None
+    dpre_ptr,  # (rows in blocks, 2I) written in every block that holds rows; or None
+    weighted_act_ptr,  # (rows in blocks, I) written in every block that holds rows; or None
     parts_ptr,  # (T*K, blocks of I) fp32, written at live routes; or None
-    row_blocks_ptr,  # (blocks, 4) int32, read
-    counters_ptr,  # int32, read: the number of live row blocks
+    row_blocks_ptr,  # (blocks, 3) int32, read
+    token_in_blocks_ptr,  # (rows in blocks,) int32, read
+    route_in_blocks_ptr,  # (rows in blocks,) int32, read
+    counters_ptr,  # int32, read: the number of blocks that hold rows
     ticket_ptr,  # int32, drawn from
     stride_dyt,
     stride_dyh,
@@ -208,21 +224,21 @@ def persistent_dact_kernel(
     column_blocks: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
     strips: tl.constexpr = (column_blocks + STRIP - 1) // STRIP
     tickets = tl.load(counters_ptr) * strips
-    ticket = draw(ticket_ptr)
+    ticket, following = draw(ticket_ptr), draw(ticket_ptr)
+    block, expert, row, _ = look_up(ticket, tickets, strips, row_blocks_ptr)
+    token = look_up_rows(ticket, tickets, strips, token_in_blocks_ptr, BLOCK_R)
+    route = look_up_rows(ticket, tickets, strips, route_in_blocks_ptr, BLOCK_R)
     while ticket < tickets:
-        following = draw(ticket_ptr)
-        expert, row, end, block = load_row_block(row_blocks_ptr + ticket // strips * 4)
-        r = row + tl.arange(0, BLOCK_R)
-        live = r < end
-        r_in_blocks = block.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-        c = tl.arange(0, BLOCK_C).to(tl.int64)
-        dy_at = dy_ptr + tokens_of_tile(r, end, token_of_row_ptr)[:, None] * stride_dyt + c[None, :] * stride_dyh
-        route = route_of_row(r, live, token_of_row_ptr, slot_of_row_ptr, K)
-        weight = weight_of_route(route, live, topk_weights_ptr, stride_t, stride_k, K)
-        pre_at = rows_at(pre_ptr, r, 2 * I)
-        dpre_at = rows_at(dpre_ptr, r_in_blocks, stride_dpre)
-        weighted_act_at = rows_at(weighted_act_ptr, r_in_blocks, stride_act)
+        next_block, next_expert, next_row, _ = look_up(following, tickets, strips, row_blocks_ptr)
+        next_token = look_up_rows(following, tickets, strips, token_in_blocks_ptr, BLOCK_R)
+        next_route = look_up_rows(following, tickets, strips, route_in_blocks_ptr, BLOCK_R)
+        after = draw(ticket_ptr)
 
+        i_block = tl.arange(0, BLOCK_R)
+        c = tl.arange(0, BLOCK_C).to(tl.int64)
+        dy_at = dy_ptr + token[:, None] * stride_dyt + c[None, :] * stride_dyh
+        live = route >= 0
+        weight = weight_of_route(route, live, topk_weights_ptr, stride_t, stride_k, K)
         first = ticket % strips * STRIP
         for column in tl.range(first, tl.minimum(first + STRIP, column_blocks), flatten=FLATTEN):
             dact = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
@@ -232,14 +248,15 @@ def persistent_dact_kernel(
                     w = load_matrix(w_desc, expert, start, column * BLOCK_N, BLOCK_C, BLOCK_N)
                     dact = dot(dy, w, dact)
 
+            r_in_blocks = block.to(tl.int64) * BLOCK_R + i_block
             part = swiglu_backward_epilogue(
                 dact,
-                pre_at,
-                dpre_at,
-                weighted_act_at,
+                rows_at(pre_ptr, row + i_block, 2 * I),
+                rows_at(dpre_ptr, r_in_blocks, stride_dpre),
+                rows_at(weighted_act_ptr, r_in_blocks, stride_act),
                 weight,
                 live,
-                r >= 0,  # zeros behind the expert's last row are written too: dw reads them
+                i_block < BLOCK_R,  # all rows: dw reads the zeros of those that pad the block
                 column * BLOCK_N,
                 LIMIT,
                 I,
@@ -249,21 +266,31 @@ def persistent_dact_kernel(
             )
             if parts_ptr is not None:
                 tl.store(parts_ptr + route * column_blocks + column, part, mask=live)
-        ticket = following
+
+        ticket, following = following, after
+        block, expert, row, token, route = next_block, next_expert, next_row, next_token, next_route
 
 
 # --8<-- [end:dact]
 
 
 # --8<-- [start:weight_grad]
+@triton.jit
+def look_up_expert(ticket, tickets, strips, longest_first_ptr):
+    """The expert of a weight gradient's ticket, its first block, and its number of rows. 0 beyond the last."""
+    at = longest_first_ptr + ticket // strips * 3
+    known = ticket < tickets
+    expert, block = tl.load(at, mask=known, other=0), tl.load(at + 1, mask=known, other=0)
+    return expert, block, tl.load(at + 2, mask=known, other=0)
+
+
 @triton.jit(do_not_specialize=["E"])
 def persistent_weight_grad_kernel(
     a_desc,  # (rows in blocks, M) read; zeros where a block is padded
     tokens_ptr,  # (T, N) read, any strides
     dw_ptr,  # (E, M, N) written, all of it, any strides
-    row_start_ptr,  # (E+1,) int32, read
-    token_of_row_ptr,  # (R,) int32, read
-    longest_first_ptr,  # (E,) int32, read
+    token_in_blocks_ptr,  # (rows in blocks,) int32, read
+    longest_first_ptr,  # (E, 3) int32, read
     ticket_ptr,  # int32, drawn from
     E,
     stride_tokens_t,
@@ -277,48 +304,45 @@ def persistent_weight_grad_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    STRIP: tl.constexpr,
 ):
-    """Grid: one program a processor. A ticket is an expert, longest first, and a block of M and a strip of blocks of N,
-    strips fastest. Who draws it alone sums those tiles, each over the expert's rows in order; without rows there is
-    nothing to sum, and zeros are stored.
+    """Grid: one program a processor. A ticket is an expert, longest first, and a block of M and of N, N fastest. Who
+    draws it alone sums that tile, over the expert's rows in order; without rows it takes no step and stores zeros.
 
-    Example: row_start = [0, 2, 2], token_of_row = [1, 0], a = [[1.], [2.]], tokens = [[5., 6.], [3., 4.]]:
-    dw = [[[13., 16.]], [[0., 0.]]].
+    Example: two experts, the first with two rows, which are tokens 1 and 0, a = [[1.], [2.]],
+    tokens = [[5., 6.], [3., 4.]]: dw = [[[13., 16.]], [[0., 0.]]].
     """
     n_blocks: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    strips: tl.constexpr = (n_blocks + STRIP - 1) // STRIP
-    strips_of_expert: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M * strips
-    tickets = E * strips_of_expert
-    ticket = draw(ticket_ptr)
+    tiles: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M * n_blocks
+    tickets = E * tiles
+    ticket, following = draw(ticket_ptr), draw(ticket_ptr)
+    expert, block, rows = look_up_expert(ticket, tickets, tiles, longest_first_ptr)
     while ticket < tickets:
-        following = draw(ticket_ptr)
-        expert = tl.load(longest_first_ptr + ticket // strips_of_expert)
-        first_m = ticket % strips_of_expert // strips * BLOCK_M
-        first, end = tl.load(row_start_ptr + expert), tl.load(row_start_ptr + expert + 1)
-        in_blocks = (first // ROWS_OF_BLOCK + expert) * ROWS_OF_BLOCK
+        next_expert, next_block, next_rows = look_up_expert(following, tickets, tiles, longest_first_ptr)
+        after = draw(ticket_ptr)
 
-        first_n_block = ticket % strips * STRIP
-        for n_block in tl.range(first_n_block, tl.minimum(first_n_block + STRIP, n_blocks), flatten=True):
-            n = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
-            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            for start in range(0, end - first, BLOCK_R):
-                a = a_desc.load([in_blocks + start, first_m])
-                r = first + start + tl.arange(0, BLOCK_R)
-                at = tokens_ptr + tokens_of_tile(r, end, token_of_row_ptr)[:, None] * stride_tokens_t
-                at += n.to(tl.int64)[None, :] * stride_tokens_n
-                if N % BLOCK_N == 0:
-                    b = tl.load(at)
-                else:
-                    b = tl.load(at, mask=(n < N)[None, :], other=0.0)
-                acc = dot(a.T, b, acc)
+        first_m = ticket % tiles // n_blocks * BLOCK_M
+        n = ticket % n_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+        r = tl.arange(0, BLOCK_R)
+        tokens_at = tokens_ptr + n.to(tl.int64)[None, :] * stride_tokens_n
+        token_at = token_in_blocks_ptr + block.to(tl.int64) * ROWS_OF_BLOCK + r
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for start in range(0, rows, BLOCK_R):
+            a = a_desc.load([block * ROWS_OF_BLOCK + start, first_m])
+            at = tokens_at + tl.load(token_at + start).to(tl.int64)[:, None] * stride_tokens_t
+            if N % BLOCK_N == 0:
+                b = tl.load(at)
+            else:
+                b = tl.load(at, mask=(n < N)[None, :], other=0.0)
+            acc = dot(a.T, b, acc)
 
-            m = first_m + tl.arange(0, BLOCK_M)
-            mask = (m < M)[:, None] & (n < N)[None, :]
-            to_dw = dw_ptr + expert.to(tl.int64) * stride_dwe
-            to_dw += m.to(tl.int64)[:, None] * stride_dwm + n.to(tl.int64)[None, :] * stride_dwn
-            tl.store(to_dw, narrow(acc, dw_ptr.dtype.element_ty), mask=mask)
-        ticket = following
+        m = first_m + tl.arange(0, BLOCK_M)
+        mask = (m < M)[:, None] & (n < N)[None, :]
+        to_dw = dw_ptr + expert.to(tl.int64) * stride_dwe
+        to_dw += m.to(tl.int64)[:, None] * stride_dwm + n.to(tl.int64)[None, :] * stride_dwn
+        tl.store(to_dw, narrow(acc, dw_ptr.dtype.element_ty), mask=mask)
+
+        ticket, following = following, after
+        expert, block, rows = next_expert, next_block, next_rows
 
 
 # --8<-- [end:weight_grad]
@@ -341,8 +365,8 @@ def gate_up_swiglu(
             descriptor(w_gate_up.unflatten(1, (2, I)), 1, 2, tile.BLOCK_N, tile.BLOCK_C),
             pre,
             act,
-            plan.token_of_row,
             table.row_blocks,
+            table.token_in_blocks,
             table.counters,
             table.ticket("gate_up"),
             *x.stride(),
@@ -385,12 +409,10 @@ def slot_gemm(
             descriptor(a, table.tiles.BLOCK_R, tile.BLOCK_C),
             w,
             slots,
-            plan.token_of_row,
-            plan.slot_of_row,
             table.row_blocks,
+            table.route_in_blocks,
             table.counters,
             table.ticket(kernel),
-            K=K,
             C=a.shape[1],
             N=N,
             W_IS_NC=w_is_nc,
@@ -427,12 +449,12 @@ def dact_swiglu(
             descriptor(w_down, 1, tile.BLOCK_C, tile.BLOCK_N),
             pre,
             topk_weights,
-            plan.token_of_row,
-            plan.slot_of_row,
             dpre,
             weighted_act,
             parts,
             table.row_blocks,
+            table.token_in_blocks,
+            table.route_in_blocks,
             table.counters,
             table.ticket("dact"),
             *dy.stride(),
@@ -449,7 +471,7 @@ def dact_swiglu(
     return dpre, weighted_act, sum_parts(parts, topk_weights, plan) if need.dtopk_weights else None
 
 
-def weight_grad(a: Tensor, tokens: Tensor, plan: Plan, table: TileTable, kernel: str, dw: Tensor) -> Tensor:
+def weight_grad(a: Tensor, tokens: Tensor, table: TileTable, kernel: str, dw: Tensor) -> Tensor:
     """dw[e] = sum over the rows r of e of a[r]^T tokens[token_of_row[r]]: a (rows in blocks, M), zeros where a block is
     padded, tokens (T, N), any strides. kernel: "dw_down" or "dw_gate_up". Writes all of dw (E, M, N), any strides.
     """
@@ -459,8 +481,7 @@ def weight_grad(a: Tensor, tokens: Tensor, plan: Plan, table: TileTable, kernel:
         descriptor(a, tile.BLOCK_R, tile.BLOCK_M),
         tokens,
         dw,
-        plan.row_start,
-        plan.token_of_row,
+        table.token_in_blocks,
         table.longest_first,
         table.ticket(kernel),
         E,
@@ -476,4 +497,5 @@ def weight_grad(a: Tensor, tokens: Tensor, plan: Plan, table: TileTable, kernel:
 
 def descriptor(t: Tensor, *block: int) -> TensorDescriptor:
     """How the copy engine reads t, in blocks of this shape: t's last stride is 1, the others multiples of 16 bytes."""
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), list(block))
+    strides = [stride if size > 1 else 16 for size, stride in zip(t.shape, t.stride())]  # of size 1: any will do
+    return TensorDescriptor(t, list(t.shape), [*strides[:-1], 1], list(block))

@@ -1,15 +1,9 @@
-"""The tile table: what the resident programs of a persistent kernel draw their tickets for, made on the device.
+"""The tile table: what a resident program must know of a tile, made on the device, one lookup away from its ticket.
 
-What a program would otherwise have to find out for every tile, as three int32 tensors:
-
-- `row_blocks` lists the blocks of rows that hold any, expert by expert. A tile is one of these and a column block.
-- `longest_first` lists the experts by their number of rows. A weight gradient's tile takes as long as its expert has
-  rows, and whoever draws a long one last keeps all others waiting.
-- `counters` holds the number of row blocks and, zeroed, a ticket for each kernel of a direction.
-
-The table also says where rows lie *in blocks*. Tensors between the kernels give every expert whole blocks of rows, as
-rows_of_block in tile.py counts them: expert e's first block is row_start[e] // BLOCK_R + e. So a block never holds rows
-of two experts, and can be loaded by a descriptor of contiguous memory.
+Rows lie *in blocks* here: every expert owns whole blocks of BLOCK_R rows, its last one padded, and all blocks stand
+side by side, expert by expert. So a block never holds rows of two experts, can be loaded by a descriptor of contiguous
+memory, and its place is its number. Without the table a program would have to search for a block's expert, then find its
+rows, then their tokens: three loads, each waiting for the one before, at the beginning of every tile.
 """
 
 from dataclasses import dataclass
@@ -24,22 +18,27 @@ from .blocks import Persistent
 from .weights import aligned
 
 TICKETS = ("gate_up", "down", "dact", "dx", "dw_down", "dw_gate_up")
-"""The kernels that draw, each from a counter of its own; counter 0 is the number of row blocks."""
+"""The kernels that draw, each from a counter of its own; counter 0 is the number of blocks."""
 
 
 @dataclass(frozen=True)
 class TileTable:
-    """All int32, on the device.
+    """All int32, on the device. Behind the last block that holds rows, nothing is written.
 
     Attributes:
-        row_blocks: (R // BLOCK_R + E, 4): expert, first row, end of the expert's rows, and which block it is in tensors
-            that lie in blocks. Rows of this table behind the live ones are not written.
-        longest_first: (E,) experts.
-        counters: (1 + len(TICKETS),): the number of live row blocks, then the tickets.
-        tiles: the tiles of the kernels that draw; BLOCK_R of them are a block's rows.
+        row_blocks: (blocks, 3): of each block its expert, its first row, and how many rows it holds.
+        token_in_blocks: (blocks * BLOCK_R,): the token of each row; a padding row repeats the expert's last token, so
+            that it can be loaded like any other.
+        route_in_blocks: (blocks * BLOCK_R,): the route t*K + k that each row serves; -1 for a padding row.
+        longest_first: (E, 3): experts by their number of rows: expert, its first block, its number of rows. A weight
+            gradient's tile takes as long as its expert has rows, and whoever draws a long one last keeps all waiting.
+        counters: (1 + len(TICKETS),): the number of blocks that hold rows; then the tickets, zeroed.
+        tiles: the tiles of the kernels that draw.
     """
 
     row_blocks: Tensor
+    token_in_blocks: Tensor
+    route_in_blocks: Tensor
     longest_first: Tensor
     counters: Tensor
     tiles: Persistent
@@ -49,53 +48,75 @@ class TileTable:
         return self.counters[1 + TICKETS.index(kernel) :]
 
     def in_blocks(self, columns: int, like: Tensor) -> Tensor:
-        """An uninitialised (rows in blocks, columns) tensor of like's dtype, its rows padded to 16 bytes."""
-        return aligned((len(self.row_blocks) * self.tiles.BLOCK_R, columns), like)
+        """An uninitialised (blocks * BLOCK_R, columns) tensor of like's dtype, its rows padded to 16 bytes."""
+        return aligned((len(self.token_in_blocks), columns), like)
 
 
 # --8<-- [start:kernel]
 @triton.jit(do_not_specialize=["E"])
 def tile_table_kernel(
     row_start_ptr,  # (E+1,) int32, read
-    row_blocks_ptr,  # (R // BLOCK_R + E, 4) int32, written as far as there are live blocks
-    longest_first_ptr,  # (E,) int32, written
+    token_of_row_ptr,  # (R,) int32, read
+    slot_of_row_ptr,  # (R,) int32, read
+    row_blocks_ptr,  # (blocks, 3) int32, written as far as blocks hold rows
+    token_in_blocks_ptr,  # (blocks * BLOCK_R,) int32, likewise
+    route_in_blocks_ptr,  # (blocks * BLOCK_R,) int32, likewise
+    longest_first_ptr,  # (E, 3) int32, written
     counters_ptr,  # (COUNTERS,) int32, written
     E,
+    K: tl.constexpr,
     COUNTERS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    """Grid: (E,). Program e lists the blocks of expert e behind those of the experts below it, and puts e in its place
-    among all experts; of two with equally many rows the lower comes first. Program 0 also writes the counters.
+    """Grid: R // BLOCK_R + E programs, enough for the blocks of any routing. Program b writes block b, if that holds
+    rows, and puts expert b, if there is one, in its place; of two with equally many rows the lower comes first. Program
+    0 also writes the counters.
 
-    Example: BLOCK_R = 2, row_start = [0, 1, 1, 4]. Expert 0 has one block and expert 2 two:
-        row_blocks = [[0, 0, 1, 0], [2, 1, 4, 2], [2, 3, 4, 3]]    longest_first = [2, 0, 1]    counters = [3, 0, ...]
+    Example: K = 1, BLOCK_R = 2, row_start = [0, 1, 1, 4], token_of_row = [2, 0, 1, 3]: expert 0 has one block, expert 2
+    has two.
+        row_blocks = [[0, 0, 1], [2, 1, 2], [2, 3, 1]]       token_in_blocks = [2, 2, 0, 1, 3, 3]
+        longest_first = [[2, 1, 3], [0, 0, 1], [1, 1, 0]]    route_in_blocks = [2, -1, 0, 1, 3, -1]
+        counters = [3, 0, 0, 0, 0, 0, 0]
     """
-    expert = tl.program_id(0)
+    block = tl.program_id(0)
     e = tl.arange(0, BLOCK_E)
     start = tl.load(row_start_ptr + e, mask=e < E, other=0)
     rows = tl.load(row_start_ptr + e + 1, mask=e < E, other=0) - start
     blocks = tl.cdiv(rows, BLOCK_R)
+    end_of_blocks = tl.cumsum(blocks)
+    live_blocks = tl.sum(blocks)
 
-    first = tl.load(row_start_ptr + expert)
-    end = tl.load(row_start_ptr + expert + 1)
-    listed = tl.sum(tl.where(e < expert, blocks, 0))
-    for done in range(0, tl.cdiv(end - first, BLOCK_R), BLOCK):
-        block = done + tl.arange(0, BLOCK)
-        at = row_blocks_ptr + (listed + block).to(tl.int64) * 4
-        live = block < tl.cdiv(end - first, BLOCK_R)
-        tl.store(at, expert, mask=live)
-        tl.store(at + 1, first + block * BLOCK_R, mask=live)
-        tl.store(at + 2, end, mask=live)
-        tl.store(at + 3, first // BLOCK_R + expert + block, mask=live)
+    if block < live_blocks:
+        expert = tl.sum((end_of_blocks <= block).to(tl.int32))
+        first, end = tl.load(row_start_ptr + expert), tl.load(row_start_ptr + expert + 1)
+        row = first + (block - tl.sum(tl.where(e < expert, blocks, 0))) * BLOCK_R
+        at = row_blocks_ptr + block * 3
+        tl.store(at, expert)
+        tl.store(at + 1, row)
+        tl.store(at + 2, tl.minimum(end - row, BLOCK_R))
 
-    before = (rows > end - first) | ((rows == end - first) & (e < expert))
-    tl.store(longest_first_ptr + tl.sum((before & (e < E)).to(tl.int32)), expert)
+        i = tl.arange(0, BLOCK_R)
+        r = tl.minimum(row + i, end - 1)
+        token = tl.load(token_of_row_ptr + r)
+        route = token * K + tl.load(slot_of_row_ptr + r)
+        place = block.to(tl.int64) * BLOCK_R + i
+        tl.store(token_in_blocks_ptr + place, token)
+        tl.store(route_in_blocks_ptr + place, tl.where(row + i < end, route, -1))
 
-    if expert == 0:
-        counter = tl.arange(0, BLOCK)
-        tl.store(counters_ptr + counter, tl.where(counter == 0, tl.sum(blocks), 0), mask=counter < COUNTERS)
+    if block < E:
+        mine = tl.sum(tl.where(e == block, rows, 0))
+        before = (rows > mine) | ((rows == mine) & (e < block))
+        at = longest_first_ptr + tl.sum((before & (e < E)).to(tl.int32)) * 3
+        tl.store(at, block)
+        tl.store(at + 1, tl.sum(tl.where(e < block, blocks, 0)))
+        tl.store(at + 2, mine)
+
+    if block == 0:
+        counter = tl.arange(0, BLOCK_E)
+        for done in range(0, COUNTERS, BLOCK_E):
+            at = done + counter
+            tl.store(counters_ptr + at, tl.where(at == 0, live_blocks, 0), mask=at < COUNTERS)
 
 
 # --8<-- [end:kernel]
@@ -103,20 +124,31 @@ def tile_table_kernel(
 
 def tile_table(plan: Plan, tiles: Persistent) -> TileTable:
     """The table for one direction of one call: its tickets are drawn once."""
-    E, device = len(plan.row_start) - 1, plan.row_start.device
-    R = len(plan.token_of_row)
-    index = lambda *shape: torch.empty(shape, dtype=torch.int32, device=device)
-    table = TileTable(index(R // tiles.BLOCK_R + E, 4), index(E), index(1 + len(TICKETS)), tiles)
-    tile_table_kernel[(E,)](
+    E, R, K = len(plan.row_start) - 1, len(plan.token_of_row), plan.row_of_slot.shape[1]
+    blocks = R // tiles.BLOCK_R + E
+    index = lambda *shape: torch.empty(shape, dtype=torch.int32, device=plan.row_start.device)
+    table = TileTable(
+        row_blocks=index(blocks, 3),
+        token_in_blocks=index(blocks * tiles.BLOCK_R),
+        route_in_blocks=index(blocks * tiles.BLOCK_R),
+        longest_first=index(E, 3),
+        counters=index(1 + len(TICKETS)),
+        tiles=tiles,
+    )
+    tile_table_kernel[(blocks,)](
         plan.row_start,
+        plan.token_of_row,
+        plan.slot_of_row,
         table.row_blocks,
+        table.token_in_blocks,
+        table.route_in_blocks,
         table.longest_first,
         table.counters,
         E,
+        K=K,
         COUNTERS=len(table.counters),
         BLOCK_R=tiles.BLOCK_R,
         BLOCK_E=triton.next_power_of_2(E),
-        BLOCK=32,
-        num_warps=1 if E <= 256 else 4,
+        num_warps=4,
     )
     return table

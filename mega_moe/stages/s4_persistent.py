@@ -49,7 +49,7 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dy: Tensor, need: N
     del pre
     if need.dw_down:
         dw_down = inputs.w_down.new_empty(inputs.w_down.shape)
-        weight_grad(weighted_act, dy, plan, table, "dw_down", dw_down.mT)
+        weight_grad(weighted_act, dy, table, "dw_down", dw_down.mT)
     del weighted_act
     if need.dx:
         slots = dx_slots(dpre, readable(inputs.w_gate_up), plan, table)
@@ -57,7 +57,7 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dy: Tensor, need: N
         del slots
     if need.dw_gate_up:
         dw_gate_up = inputs.w_gate_up.new_empty(inputs.w_gate_up.shape)
-        weight_grad(dpre, inputs.x, plan, table, "dw_gate_up", dw_gate_up.flatten(1, 2))
+        weight_grad(dpre, inputs.x, table, "dw_gate_up", dw_gate_up.flatten(1, 2))
     return Grads(dx, dtopk_weights, dw_gate_up, dw_down)
 
 
@@ -74,5 +74,5 @@ def why_not(problem: Problem) -> str | None:
 
 
 def note(problem: Problem) -> str | None:
-    """Whether the block sizes were measured for this device."""
-    return blocks.note()
+    """Whether the block sizes were measured for this device and this layer."""
+    return blocks.persistent_note(problem)
