@@ -3,6 +3,7 @@
     mega-moe doctor     what this machine is, and which rungs it can run
     mega-moe ladder     one layer on every rung: parity, launches, time, memory
     mega-moe bench      the benchmarks, which also measure what people use today
+    mega-moe tune       the block sizes of the persistent kernels, measured again
 
 Where there is no GPU the rungs run in Triton's interpreter, and torch runs on one thread: layers that a CPU can take
 are too small to share, and on a busy machine threads that wait for each other spoil every time. Both are chosen here,
@@ -22,7 +23,7 @@ import torch
 
 from . import bench, doctor, ladder
 from .ladder import DTYPES
-from .registry import LADDER, Rung
+from .registry import LADDER, Rung, stage
 from .samples import ROUTINGS, load_layer, random_inputs
 from .shapes import PRESETS, SAVES, Inputs, Problem
 
@@ -64,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     version = import_module(__package__).__version__
     parser.add_argument("--version", action="version", version=f"mega-moe {version}")
     parser.set_defaults(run=lambda arguments: _help(parser))
-    commands = parser.add_subparsers(metavar="doctor | ladder | bench")
+    commands = parser.add_subparsers(metavar="doctor | ladder | bench | tune")
 
     doctor_command = commands.add_parser("doctor", help="what this machine can run, and why not the rest")
     doctor_command.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU if there is one")
@@ -95,6 +96,17 @@ def _parser() -> argparse.ArgumentParser:
         "--json", type=Path, metavar="FILE.json", help="where pytest-benchmark writes its results"
     )
     bench_command.set_defaults(run=_bench)
+
+    tune_command = commands.add_parser("tune", help="measure the block sizes of the persistent kernels again")
+    add = tune_command.add_argument
+    shapes = f"{' | '.join(PRESETS)} | T,H,I,E,K; may be repeated (default: both models)"
+    add("--shape", action="append", metavar="NAME", help=shapes)
+    add("--T", type=int, metavar="TOKENS", help="another number of tokens than the shape's")
+    add("--kernel", action="append", metavar="NAME", help="this kernel only; may be repeated (default: all six)")
+    add("--quick", action="store_true", help="only tiles that differ from the default in one size")
+    add("--write", action="store_true", help="write what was chosen into the package's table, kernels/blocks.json")
+    add("--json", type=Path, metavar="FILE.json", help="write the whole table, with what was chosen, to another file")
+    tune_command.set_defaults(run=_tune)
     return parser
 
 
@@ -250,3 +262,58 @@ def _bench(arguments: argparse.Namespace) -> int:
     if reason:
         raise Refused(reason)
     return bench.run(shapes, arguments.save, arguments.json)
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    _require("rich", unless=False)
+    if _device(None) == "cpu":
+        raise Refused("tune needs a GPU: what an interpreter takes says nothing about block sizes")
+    shapes = arguments.shape or ["qwen3-30b-a3b", "qwen3-235b-a22b"]
+    problems = {name: _shape(name) for name in shapes}
+    if arguments.T is not None:
+        problems = {name: problem.at(T=arguments.T) for name, problem in problems.items()}
+    for name, problem in problems.items():
+        if problem.T < 1:
+            raise Refused(f"--shape {name}: without tokens there is nothing to measure")
+        if reason := stage("persistent").why_not(problem):
+            raise Refused(reason)
+
+    from . import tables, tune
+    from .kernels import blocks
+
+    kernels = list(dict.fromkeys(arguments.kernel or tune.KERNELS))
+    for kernel in kernels:
+        if kernel not in tune.KERNELS:
+            raise Refused(f"--kernel {kernel}: the kernels are {', '.join(tune.KERNELS)}")
+    paths = [*[blocks.TABLE] * arguments.write, *[arguments.json] * bool(arguments.json)]
+    for path in paths:
+        _check_table(path)
+    if paths and len(kernels) < len(tune.KERNELS):
+        missing = [name for name, p in problems.items() if not tune.has_entry(blocks.table(), p, blocks.target())]
+        if missing:
+            raise Refused(f"the table has no tiles for {missing[0]} yet: measure all kernels first, without --kernel")
+
+    wanted = {problem: tune.candidates(problem, kernels, arguments.quick) for problem in problems.values()}
+    with tables.progress(tune.jobs_of(wanted)) as doing:
+        failures = tune.compile_beforehand(wanted, doing)
+    entries, passed = blocks.table(), True
+    for name, problem in problems.items():
+        with tables.progress(tune.steps_of(wanted[problem], problem.device)) as doing:
+            tuning = tune.measure(problem, wanted[problem], failures, doing)
+        tables.show_tiles(tuning, name)
+        passed &= tuning.passed
+        entries = tune.with_entry(entries, tuning.entry())
+        for path in paths:  # after each layer: what is measured is not lost with the next one
+            path.write_text(tune.as_json(entries))
+    for path in paths:
+        print(f"wrote {path}", file=sys.stderr)
+    return 0 if passed else 1
+
+
+def _check_table(path: Path) -> None:
+    """Before the run, not after it: whether the table can be written."""
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        raise Refused(f"{path}: there is no folder {path.parent}")
+    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise Refused(f"{path} cannot be written: choose another file with --json")

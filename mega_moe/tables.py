@@ -1,7 +1,8 @@
-"""What `mega-moe ladder` shows: what it is doing while it works, and two tables at the end. Needs rich."""
+"""What `mega-moe ladder` and `mega-moe tune` show: what they are doing, and tables at the end. Needs rich."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -13,6 +14,9 @@ from .ladder import Climb, Row, plain, plain_share
 from .parity import OUTPUTS, SMALL
 from .roofline import DIRECTIONS
 
+if TYPE_CHECKING:
+    from .tune import Timed, Tuning  # which imports Triton
+
 UNKNOWN = "–"
 WIDTH = 120  # where the output is no terminal, whose width would be known
 
@@ -21,6 +25,13 @@ class _Console(Console):
     def on_broken_pipe(self) -> None:
         """Leave a closed pipe to the program, whose exit code it decides; rich would exit with 1."""
         raise
+
+
+def _console() -> Console:
+    console = _Console(highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH
+    return console
 
 
 @contextmanager
@@ -43,9 +54,7 @@ def progress(steps: int) -> Iterator[Callable[[str], None]]:
 
 def show(climb: Climb, name: str) -> None:
     """Print the machine, the problem, both tables, and what there is to say about each rung."""
-    console = _Console(highlight=False)
-    if not console.is_terminal:
-        console.width = WIDTH
+    console = _console()
     p = climb.problem
     sizes = "  ".join(f"{letter}={p[letter]}" for letter in "THIEK")
     console.print(f"[bold]{escape(name)}[/]  {sizes}  {p['dtype']}  routing: {p['routing']}  save: {p['save']}")
@@ -137,3 +146,43 @@ def _size(count: int) -> str:
             break
         size, unit = size / 1024, larger
     return f"{plain(size)} {unit}"
+
+
+def show_tiles(tuning: "Tuning", name: str) -> None:
+    """Print the machine, the layer, and a table for each kernel: its tiles, the fastest first, and why others have no
+    time."""
+    console = _console()
+    p, m = tuning.problem, tuning.machine
+    console.print(f"[bold]{escape(name)}[/]  " + "  ".join(f"{letter}={getattr(p, letter)}" for letter in "THIEK"))
+    console.print(f"[dim]{escape(m['device'])}, torch {m['torch']}, triton {m['triton']}, {m['date']}[/]\n")
+    for kernel, rows in tuning.rows.items():
+        console.print(_tiles(tuning, kernel, sorted((row for row in rows if row.ms), key=lambda row: row.median)))
+        for row in rows:
+            if row.why_not:
+                style = "bold red" if row.wrong else "dim"
+                console.print(f"  [{style}]{kernel}, {escape(row.tile_text)}: {escape(row.why_not)}[/]")
+        console.print()
+
+
+def _tiles(tuning: "Tuning", kernel: str, rows: "list[Timed]") -> Table:
+    title = f"{kernel}: ms a launch, median ± half the range"
+    dense_ms = tuning.dense_ms.get(kernel)
+    if dense_ms:
+        title += f"; the dense product takes {plain(dense_ms)} ms"
+    table = Table(title=title, title_justify="left", title_style="italic", box=SIMPLE_HEAD)
+    table.add_column("tile")
+    for header in ("ms", "TFLOP/s", "of dense", "off", "spills", ""):
+        table.add_column(header, justify="right")
+    for row in rows:
+        chosen = row.tile == tuning.chosen[kernel]
+        table.add_row(
+            row.tile_text,
+            f"{row.median:.3f} ±{row.spread:.3f}",
+            plain(row.tflops(tuning.problem)),
+            f"{dense_ms / row.median:.0%}" if dense_ms else UNKNOWN,
+            f"{row.error:.0e}" if row.error else "0",
+            str(row.spills),
+            "chosen" if chosen else "",
+            style="bold" if chosen else None,
+        )
+    return table

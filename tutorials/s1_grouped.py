@@ -481,8 +481,8 @@ else:
 
 # %% [markdown]
 # What is left to gain is in the figure above, hatched: rows, pre, act and out still go to memory and back between
-# kernels that do nothing else with them, and each of those kernels is a launch. The next rung starts there: it does
-# SwiGLU while gate and up are still in registers.
+# kernels that do nothing else with them, and each of those kernels is a launch. [The next rung](s2_swiglu.md) starts
+# there: it does SwiGLU while gate and up are still in registers.
 #
 # ## Exercise
 #

@@ -157,9 +157,18 @@ HALF = {  # bf16 and fp16
         gate_up=Rows(128, 128, 64, 8, 4),
         dact=Dact(128, 256, 64, 8, 4, CHUNK=32),
         weight_grad=WeightGrad(128, 256, 64, 8, 4),
-        gathered_weight_grad=WeightGrad(256, 128, 64, 8, 4),
+        # Tokens' numbers are loaded on the way: of six stages three are left for the tiles.
+        gathered_weight_grad=WeightGrad(256, 128, 64, 8, 6),
         elementwise=MAP,
-        persistent=persistent(BLOCK_R=128, N=256, C=64, warps=8, stages=4, chunk=32),
+        persistent=Persistent(
+            BLOCK_R=128,
+            gate_up=Strips(128, 64, 1, False, 8, 4),
+            down=Strips(256, 64, 4, True, 8, 4),
+            dact=DactStrips(256, 64, 1, True, 8, 4, CHUNK=32),
+            dx=Strips(256, 64, 2, True, 8, 4),
+            dw_down=ResidentWeightGrad(256, 128, 64, 8, 3),
+            dw_gate_up=ResidentWeightGrad(256, 128, 64, 8, 3),
+        ),
     ),
     "sm_100": Blocks(
         rows=Rows(128, 256, 64, 8, 3),

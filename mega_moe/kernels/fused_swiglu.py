@@ -64,18 +64,19 @@ def store_pre_and_act(
     up,  # (BLOCK_R, BLOCK_N) fp32
     pre_at,  # (BLOCK_R,) where each row of pre begins, or None
     act_at,  # (BLOCK_R,) where each row of act begins, or None
-    live,  # (BLOCK_R,) whether the row's results are written
+    live,  # (BLOCK_R,) whether the row's pre is written
+    act_stored,  # (BLOCK_R,) whether the row's act is written
     i,  # (BLOCK_N,) columns of I
     LIMIT: tl.constexpr,
     I: tl.constexpr,
     dtype: tl.constexpr,
 ):
     """Write a tile of pre and the act made from it, each where somebody wants it."""
-    mask = live[:, None] & (i < I)[None, :]
     if act_at is not None:
         act = act_of(gate, up, LIMIT, dtype)
-        tl.store(act_at[:, None] + i[None, :], narrow(act, dtype), mask=mask)
+        tl.store(act_at[:, None] + i[None, :], narrow(act, dtype), mask=act_stored[:, None] & (i < I)[None, :])
     if pre_at is not None:
+        mask = live[:, None] & (i < I)[None, :]
         tl.store(pre_at[:, None] + i[None, :], narrow(gate, dtype), mask=mask)
         tl.store(pre_at[:, None] + (I + i)[None, :], narrow(up, dtype), mask=mask)
 
@@ -115,7 +116,7 @@ def gate_up_swiglu_kernel(
         gate, up = multiply_gate_up(a_at, gate_at, to_up, 1, 1, i < I, H, I % BLOCK_N == 0, BLOCK_R, BLOCK_N, BLOCK_C)
 
         pre_at, act_at = rows_at(pre_ptr, r, 2 * I), rows_at(act_ptr, r, I)
-        store_pre_and_act(gate, up, pre_at, act_at, r < end, i, LIMIT, I, rows_ptr.dtype.element_ty)
+        store_pre_and_act(gate, up, pre_at, act_at, r < end, r < end, i, LIMIT, I, rows_ptr.dtype.element_ty)
 
 
 # --8<-- [end:gate_up]
@@ -123,8 +124,27 @@ def gate_up_swiglu_kernel(
 
 # --8<-- [start:dact]
 @triton.jit
+def chunks_of(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):
+    """A tile's columns from left to right, as a tuple of tiles of CHUNK columns each."""
+    if COLUMNS > CHUNK:
+        left, right = halves(tile, ROWS, COLUMNS)
+        chunks = chunks_of(left, ROWS, COLUMNS // 2, CHUNK) + chunks_of(right, ROWS, COLUMNS // 2, CHUNK)
+    else:
+        chunks = (tile,)
+    return chunks
+
+
+@triton.jit
+def load_chunk(pre_at, i, live, I: tl.constexpr):
+    """gate and up of some columns, as they lie in memory; zeros for rows that are not live."""
+    mask = live[:, None] & (i < I)[None, :]
+    gate = tl.load(pre_at[:, None] + i[None, :], mask=mask, other=0.0)
+    return gate, tl.load(pre_at[:, None] + (I + i)[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
 def swiglu_backward_epilogue(
-    dact,  # (BLOCK_R, WIDTH) fp32, without the router weight
+    dact,  # (BLOCK_R, BLOCK_N) fp32, without the router weight
     pre_at,  # (BLOCK_R,) where each row of pre begins, read
     dpre_at,  # (BLOCK_R,) where each row of dpre begins, written; or None
     weighted_act_at,  # (BLOCK_R,) where each row of weighted act begins, written; or None
@@ -135,33 +155,27 @@ def swiglu_backward_epilogue(
     LIMIT: tl.constexpr,
     I: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    WIDTH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """Turn dact into dpre and weighted act, and return the tile's part of each row's <dact, act>.
 
-    gate, up and their gradients would not fit into the registers beside a whole tile of dact. So the tile is halved
-    until CHUNK columns are left, and the chunks come one after another.
+    gate, up and their gradients would not fit into the registers beside a whole tile of dact. So CHUNK columns at a
+    time are worked on, while the gate and up of the next are on their way.
     """
-    if WIDTH > CHUNK:
-        HALF: tl.constexpr = WIDTH // 2
-        left, right = halves(dact, BLOCK_R, WIDTH)
-        part = swiglu_backward_epilogue(
-            left, pre_at, dpre_at, weighted_act_at, weight, live, stored, first, LIMIT, I, BLOCK_R, HALF, CHUNK
-        )
-        part += swiglu_backward_epilogue(
-            right, pre_at, dpre_at, weighted_act_at, weight, live, stored, first + HALF, LIMIT, I, BLOCK_R, HALF, CHUNK
-        )
-    else:
-        i = first + tl.arange(0, WIDTH)
-        dtype: tl.constexpr = pre_at.dtype.element_ty
-        mask = live[:, None] & (i < I)[None, :]
-        gate = tl.load(pre_at[:, None] + i[None, :], mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(pre_at[:, None] + (I + i)[None, :], mask=mask, other=0.0).to(tl.float32)
+    CHUNKS: tl.constexpr = BLOCK_N // CHUNK
+    dtype: tl.constexpr = pre_at.dtype.element_ty
+    chunks = chunks_of(dact, BLOCK_R, BLOCK_N, CHUNK)
+    gate, up = load_chunk(pre_at, first + tl.arange(0, CHUNK), live, I)
+    part = tl.zeros((BLOCK_R,), tl.float32)
+    for chunk in tl.static_range(CHUNKS):
+        i = first + chunk * CHUNK + tl.arange(0, CHUNK)
+        if chunk + 1 < CHUNKS:
+            next_gate, next_up = load_chunk(pre_at, i + CHUNK, live, I)
 
-        dact = tl.where(mask, dact, 0.0)
-        act, dgate, dup = act_and_dpre(dact, gate, up, weight[:, None], LIMIT, dtype)
-        part = tl.sum(dact * act, 1)
+        dact = tl.where(live[:, None] & (i < I)[None, :], chunks[chunk], 0.0)
+        act, dgate, dup = act_and_dpre(dact, gate.to(tl.float32), up.to(tl.float32), weight[:, None], LIMIT, dtype)
+        part += tl.sum(dact * act, 1)
 
         mask = stored[:, None] & (i < I)[None, :]
         if weighted_act_at is not None:
@@ -169,6 +183,8 @@ def swiglu_backward_epilogue(
         if dpre_at is not None:
             tl.store(dpre_at[:, None] + i[None, :], narrow(dgate, dtype), mask=mask)
             tl.store(dpre_at[:, None] + (I + i)[None, :], narrow(dup, dtype), mask=mask)
+        if chunk + 1 < CHUNKS:
+            gate, up = next_gate, next_up
     return part
 
 

@@ -65,7 +65,7 @@ def gathered_gate_up_kernel(
         )
 
         pre_at, act_at = rows_at(pre_ptr, r, 2 * I), rows_at(act_ptr, r, I)
-        store_pre_and_act(gate, up, pre_at, act_at, r < end, i, LIMIT, I, x_ptr.dtype.element_ty)
+        store_pre_and_act(gate, up, pre_at, act_at, r < end, r < end, i, LIMIT, I, x_ptr.dtype.element_ty)
 
 
 # --8<-- [end:gate_up]

@@ -70,7 +70,7 @@ def persistent_gate_up_kernel(
     x_ptr,  # (T, H) read, any strides
     w_desc,  # (E, 2, I, H) read: gate and up of the same columns come as one tile
     pre_ptr,  # (R, 2, I) written where a row has an expert; or None
-    act_ptr,  # (rows in blocks, I) written where a row has an expert; or None
+    act_ptr,  # (rows in blocks, I) written in every block that holds rows; or None
     row_blocks_ptr,  # (blocks, 3) int32, read
     token_in_blocks_ptr,  # (rows in blocks,) int32, read
     counters_ptr,  # int32, read: the number of blocks that hold rows
@@ -118,7 +118,8 @@ def persistent_gate_up_kernel(
             pre_at = rows_at(pre_ptr, row + i_block, 2 * I)
             act_at = rows_at(act_ptr, block.to(tl.int64) * BLOCK_R + i_block, stride_act)
             i = column * BLOCK_N + tl.arange(0, BLOCK_N)
-            store_pre_and_act(gate, up, pre_at, act_at, i_block < rows, i, LIMIT, I, x_ptr.dtype.element_ty)
+            every = i_block < BLOCK_R  # down reads whole blocks
+            store_pre_and_act(gate, up, pre_at, act_at, i_block < rows, every, i, LIMIT, I, x_ptr.dtype.element_ty)
 
         ticket, following = following, after
         block, expert, row, rows, token = next_block, next_expert, next_row, next_rows, next_token
@@ -226,12 +227,10 @@ def persistent_dact_kernel(
     tickets = tl.load(counters_ptr) * strips
     ticket, following = draw(ticket_ptr), draw(ticket_ptr)
     block, expert, row, _ = look_up(ticket, tickets, strips, row_blocks_ptr)
-    token = look_up_rows(ticket, tickets, strips, token_in_blocks_ptr, BLOCK_R)
-    route = look_up_rows(ticket, tickets, strips, route_in_blocks_ptr, BLOCK_R)
     while ticket < tickets:
+        token = look_up_rows(ticket, tickets, strips, token_in_blocks_ptr, BLOCK_R)  # not ahead: registers are short
+        route = look_up_rows(ticket, tickets, strips, route_in_blocks_ptr, BLOCK_R)
         next_block, next_expert, next_row, _ = look_up(following, tickets, strips, row_blocks_ptr)
-        next_token = look_up_rows(following, tickets, strips, token_in_blocks_ptr, BLOCK_R)
-        next_route = look_up_rows(following, tickets, strips, route_in_blocks_ptr, BLOCK_R)
         after = draw(ticket_ptr)
 
         i_block = tl.arange(0, BLOCK_R)
@@ -268,7 +267,7 @@ def persistent_dact_kernel(
                 tl.store(parts_ptr + route * column_blocks + column, part, mask=live)
 
         ticket, following = following, after
-        block, expert, row, token, route = next_block, next_expert, next_row, next_token, next_route
+        block, expert, row = next_block, next_expert, next_row
 
 
 # --8<-- [end:dact]
@@ -325,14 +324,16 @@ def persistent_weight_grad_kernel(
         r = tl.arange(0, BLOCK_R)
         tokens_at = tokens_ptr + n.to(tl.int64)[None, :] * stride_tokens_n
         token_at = token_in_blocks_ptr + block.to(tl.int64) * ROWS_OF_BLOCK + r
+        token = tl.load(token_at, mask=rows > 0, other=0)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for start in range(0, rows, BLOCK_R):
             a = a_desc.load([block * ROWS_OF_BLOCK + start, first_m])
-            at = tokens_at + tl.load(token_at + start).to(tl.int64)[:, None] * stride_tokens_t
+            at = tokens_at + token.to(tl.int64)[:, None] * stride_tokens_t
             if N % BLOCK_N == 0:
                 b = tl.load(at)
             else:
                 b = tl.load(at, mask=(n < N)[None, :], other=0.0)
+            token = tl.load(token_at + start + BLOCK_R, mask=start + BLOCK_R < rows, other=0)
             acc = dot(a.T, b, acc)
 
         m = first_m + tl.arange(0, BLOCK_M)

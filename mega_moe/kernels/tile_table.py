@@ -1,9 +1,9 @@
 """The tile table: what a resident program must know of a tile, made on the device, one lookup away from its ticket.
 
 Rows lie *in blocks* here: every expert owns whole blocks of BLOCK_R rows, its last one padded, and all blocks stand
-side by side, expert by expert. So a block never holds rows of two experts, can be loaded by a descriptor of contiguous
-memory, and its place is its number. Without the table a program would have to search for a block's expert, then find its
-rows, then their tokens: three loads, each waiting for the one before, at the beginning of every tile.
+side by side, expert by expert. So a block never holds rows of two experts, can be loaded by a descriptor of
+contiguous memory, and its place is its number. Without the table a program would have to search for a block's expert,
+then find its rows, then their tokens: three loads, each waiting for the one before, at the beginning of every tile.
 """
 
 from dataclasses import dataclass

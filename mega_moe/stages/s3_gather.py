@@ -3,8 +3,8 @@
 New since swiglu: dispatch has no kernel of its own. A GEMM that needs the rows of an expert loads the tokens they are
 copies of from where these lie, in both directions, and along the contraction of the weight gradients too. The rows that
 come out, down's in forward and dx's in backward, are stored by slot, (T, K, H), so that combine reads a token's K rows
-side by side. Those slots are the one tensor of size R*H that is left, and in backward it is gone before dw_gate_up, the
-largest gradient, is made.
+side by side. Those slots are the one tensor of size R*H that is left, and in backward it is gone before the weights'
+gradients, the largest things there are, are made.
 """
 
 from torch import Tensor
@@ -44,10 +44,6 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dy: Tensor, need: N
         dy, readable(inputs.w_down), pre, inputs.topk_weights, plan, problem.swiglu_limit, need
     )
     del pre
-    if need.dw_down:
-        dw_down = inputs.w_down.new_empty(inputs.w_down.shape)
-        gathered_weight_grad(weighted_act, dy, plan, dw_down.mT)
-    del weighted_act
     if need.dx:
         slots = slot_gemm(dpre.flatten(1), readable(inputs.w_gate_up).mT, plan)
         dx = sum_slots(slots, None, plan)
@@ -55,6 +51,10 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dy: Tensor, need: N
     if need.dw_gate_up:
         dw_gate_up = inputs.w_gate_up.new_empty(inputs.w_gate_up.shape)
         gathered_weight_grad(dpre.flatten(1), inputs.x, plan, dw_gate_up.flatten(1, 2))
+    del dpre
+    if need.dw_down:
+        dw_down = inputs.w_down.new_empty(inputs.w_down.shape)
+        gathered_weight_grad(weighted_act, dy, plan, dw_down.mT)
     return Grads(dx, dtopk_weights, dw_gate_up, dw_down)
 
 

@@ -47,10 +47,6 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dy: Tensor, need: N
         dy, readable(inputs.w_down), pre, inputs.topk_weights, plan, table, problem.swiglu_limit, need
     )
     del pre
-    if need.dw_down:
-        dw_down = inputs.w_down.new_empty(inputs.w_down.shape)
-        weight_grad(weighted_act, dy, table, "dw_down", dw_down.mT)
-    del weighted_act
     if need.dx:
         slots = dx_slots(dpre, readable(inputs.w_gate_up), plan, table)
         dx = sum_slots(slots, None, plan)
@@ -58,6 +54,10 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dy: Tensor, need: N
     if need.dw_gate_up:
         dw_gate_up = inputs.w_gate_up.new_empty(inputs.w_gate_up.shape)
         weight_grad(dpre, inputs.x, table, "dw_gate_up", dw_gate_up.flatten(1, 2))
+    del dpre
+    if need.dw_down:
+        dw_down = inputs.w_down.new_empty(inputs.w_down.shape)
+        weight_grad(weighted_act, dy, table, "dw_down", dw_down.mT)
     return Grads(dx, dtopk_weights, dw_gate_up, dw_down)
 
 
