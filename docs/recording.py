@@ -46,7 +46,7 @@ def record(lesson: Path, recordings: Path = RECORDINGS) -> Path:
     Raises nbclient's CellExecutionError, with the traceback, when a cell raises.
     """
     recording = recordings / f"{lesson.stem}.ipynb"
-    code = [*ROOT.glob("mega_moe/**/*.py"), *ROOT.glob("reference/*.py")]
+    code = [*ROOT.glob("mega_moe/**/*.py"), *ROOT.glob("mega_moe/**/*.json"), *ROOT.glob("reference/*.py")]
     sources = _digest([lesson, *code, *ROOT.glob("docs/results/*.json")])
     if recording.exists() and nbformat.read(recording, as_version=4).metadata.get("sources") == sources:
         return recording

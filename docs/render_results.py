@@ -5,13 +5,20 @@
 
 The first line measures. The second keeps what matters of it as docs/results/<date>-<device>.json, the record, and
 writes the newest record's tables into both pages, between their markers. Without an argument it only writes the pages.
+Both want the Python that has torch: what the hardware allows a kernel is asked of mega_moe.roofline.
 """
 
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # a bare checkout has nothing installed
+
+from mega_moe import Problem, roofline
+from mega_moe.ladder import DTYPES
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "docs" / "results"
@@ -37,6 +44,17 @@ KEPT = (
 
 PEERS = ("transformers", "liger-kernel", "moe-ops", "sonic-moe", "quack-kernels", "nvidia-cutlass-dsl")
 """Other people's packages whose versions belong to the numbers. A record has those that were installed."""
+
+BOTH = "forward+backward"
+
+TAKEN_APART = "persistent"
+"""The rung whose time is taken apart by kernel: the highest of which roofline.tiles has the bill."""
+
+RIVALS = ("torch-compiled", "sonic-moe")
+"""Whom that rung is held against: what most people have, and the fastest."""
+
+GOAL = 0.9
+"""The share of the dense products' speed to come to."""
 
 
 def main(arguments: list[str]) -> None:
@@ -109,11 +127,12 @@ def between_markers(page: Path, block: str) -> str:
 
 
 def tables(record: dict) -> str:
-    """Everything for the results page, and for the terminal: the machine, and two tables for each shape."""
+    """Everything for the results page, and for the terminal: the machine, and for each shape the layer, its GEMMs, and
+    where the highest rung's time goes, as far as that was measured."""
     parts = [_machine(record)]
     for shape, problem in record["problems"].items():
         sizes = ", ".join(f"{letter} = {problem[letter]}" for letter in "THIEK")
-        parts.append(f"### {shape}: {sizes}, {problem['dtype']}, {problem['routing']} routing")
+        parts.append(f"### {shape}: {sizes}, {problem['dtype']}, {problem['routing']} routing{_save(problem)}")
         rows = [row for row in record["rows"] if row["shape"] == shape]
         layer, gemms = [row for row in rows if not row["gemm"]], [row for row in rows if row["gemm"]]
         if layer:
@@ -121,21 +140,29 @@ def tables(record: dict) -> str:
                 "The layer: milliseconds, median ± half of the interquartile range; then forward / both directions."
             )
             parts += [caption, _layer(layer)]
+            if not is_cpu(record):
+                parts += _verdict(layer)
         if gemms:
             parts += ["Its grouped GEMMs, each alone: TFLOP/s (milliseconds).", _gemms(gemms)]
+            if not is_cpu(record):
+                parts += _taken_apart(layer, gemms, problem, roofline.ceiling(record["machine"]["device"]))
     return "\n\n".join(parts)
 
 
 def summary(record: dict) -> str:
     """The README's table: forward and forward + backward of every contestant, for each shape."""
-    columns = [(shape, direction) for shape in record["problems"] for direction in ("forward", "forward+backward")]
-    header = ["", *(f"{shape}<br>{direction.replace('+', ' + ')}" for shape, direction in columns)]
+    problems = record["problems"]
+    columns = [(shape, direction) for shape in problems for direction in ("forward", BOTH)]
+    titles = {shape: shape + _save(problem) for shape, problem in problems.items()}
+    header = ["", *(f"{titles[shape]}<br>{direction.replace('+', ' + ')}" for shape, direction in columns)]
     layer = [row for row in record["rows"] if not row["gemm"]]
+    measured = Counter(row["shape"] for row in layer)
+    layer.sort(key=lambda row: -measured[row["shape"]])  # in the order of the table that has the most
     lines = [
         [_name(rows), *(_ms(_find(rows, direction, shape)) for shape, direction in columns)]
         for rows in _by_contestant(layer)
     ]
-    problem = next(iter(record["problems"].values()))
+    problem = next(iter(problems.values()))
     machine = record["machine"]
     caption = (
         f"Milliseconds on one {machine['device']}, {problem['dtype']}, T = {problem['T']}, {machine['date']}, median ± "
@@ -167,12 +194,17 @@ def _machine(record: dict) -> str:
     return f"**{m['device']}**, {m['date']}; {versions}. {record['method']}.{warning}"
 
 
+def _save(problem: dict) -> str:
+    """What a heading adds where rungs did not keep what they usually keep. The first records do not say."""
+    save = problem.get("save", "pre")
+    return "" if save == "pre" else f', save="{save}"'
+
+
 def _layer(rows: list[dict]) -> str:
-    both = "forward+backward"
     header = ["", "forward", "backward", "both", "TFLOP/s", "of dense", "peak MiB", "error: y / gradients", "of budget"]
     lines = []
     for contestant in _by_contestant(rows):
-        forward, backward, step = (_find(contestant, d) for d in ("forward", "backward", both))
+        forward, backward, step = (_find(contestant, d) for d in ("forward", "backward", BOTH))
         any_row = contestant[0]
         lines.append(
             [
@@ -197,6 +229,76 @@ def _gemms(rows: list[dict]) -> str:
         found = {row["gemm"]: row for row in contestant}
         lines.append([_name(contestant), *(_rate(found.get(name)) for name in names)])
     return _markdown(["", *names], lines)
+
+
+def _verdict(layer: list[dict]) -> list[str]:
+    """A sentence on the rung beside the dense products and its rivals; none where those products were not measured."""
+    ms, dense = _medians(layer, TAKEN_APART), _medians(layer, "cublas")
+    if not ms or not dense:
+        return []
+    labels = {row["contestant"]: row["label"] for row in layer}
+
+    def pair(text: Callable[[str], str]) -> str:
+        return f"{text(BOTH)} ({text('forward')})"
+
+    def to_goal(direction: str) -> str:
+        left = ms[direction] - dense[direction] / GOAL
+        return f"{left:.2f} ms away" if left > 0 else f"{-left:.2f} ms behind"
+
+    share = pair(lambda direction: f"{dense[direction] / ms[direction]:.0%}")
+    claims = [f"{share} of the speed of the dense products, {GOAL:.0%} being {pair(to_goal)}"]
+    for rival in RIVALS:
+        if times := _medians(layer, rival):
+            ratio = pair(lambda direction, times=times: f"{times[direction] / ms[direction]:.2f}")
+            claims.append(f"{ratio} times as fast as {labels[rival]}")
+    return [f"**{labels[TAKEN_APART]}**, both directions together (forward alone): {'; '.join(claims)}."]
+
+
+def _taken_apart(layer: list[dict], gemms: list[dict], problem: dict, ceiling: roofline.Ceiling | None) -> list[str]:
+    """A caption and a line for each kernel of a training step by the rung: what the hardware allows, the dense product,
+    the kernel itself. Empty unless the layer and all products of the rung were measured, and the dense products; and
+    where backward makes pre again, which is a product more than was measured alone.
+    """
+    step, dense_step = _medians(layer, TAKEN_APART), _medians(layer, "cublas")
+    dense, rung = ({row["gemm"]: row for row in gemms if row["contestant"] == name} for name in ("cublas", TAKEN_APART))
+    dtype = DTYPES[problem["dtype"]]
+    bill = roofline.tiles(Problem(**{letter: problem[letter] for letter in "THIEK"}, dtype=dtype))
+    products = {name for name, cost in bill.items() if cost.flops}
+    if not step or _save(problem) or not products <= dense.keys() & rung.keys():
+        return []
+
+    def allowed(cost: roofline.Cost) -> list[float | None]:
+        if ceiling is None:
+            return [None, None]
+        return [cost.flops / (ceiling.tflops(dtype) * 1e9), cost.bytes / (ceiling.gb_per_s * 1e6)]
+
+    def taken(name: str) -> list[float | None]:
+        return [row[name]["ms"]["median"] if name in products else None for row in (dense, rung)]
+
+    def line(name: str, figures: list[float | None]) -> list[str]:
+        *_, dense_ms, ms = figures
+        over = None if dense_ms is None else ms - dense_ms
+        cells = ["–" if figure is None else f"{figure:.2f}" for figure in (*figures, over)]
+        return [name, *cells, "–" if over is None else f"{over / step[BOTH]:.1%}"]
+
+    figures = {name: [*allowed(cost), *taken(name)] for name, cost in bill.items()}
+    columns = ([figure for figure in column if figure is not None] for column in zip(*figures.values()))
+    figures["sum"] = [sum(column) if column else None for column in columns]
+    figures["plan, table, sums, gaps"] = [None, None, 0.0, step[BOTH] - figures["sum"][-1]]
+    figures["the layer"] = [None, None, dense_step[BOTH] if dense_step else None, step[BOTH]]
+    header = ["", "flops", "bytes", "dense", "measured", "over dense", "of the layer"]
+    caption = (
+        f"Where the time of {rung['gate_up']['label']} goes, both directions together, in milliseconds: the least for "
+        "flops and for bytes by the data sheet; the dense product of the same flops; the kernel alone; how much longer "
+        "that is, and what share of the layer's time."
+    )
+    return [caption, _markdown(header, [line(name, row) for name, row in figures.items()])]
+
+
+def _medians(layer: list[dict], contestant: str) -> dict[str, float] | None:
+    """Milliseconds of the layer by direction; None unless forward and both directions were measured."""
+    ms = {row["direction"]: row["ms"]["median"] for row in layer if row["contestant"] == contestant}
+    return ms if {"forward", BOTH} <= ms.keys() else None
 
 
 def _by_contestant(rows: list[dict]) -> list[list[dict]]:

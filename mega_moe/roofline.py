@@ -70,6 +70,25 @@ def steps(problem: Problem, direction: str, rows: int | None = None) -> dict[str
     }
 
 
+def tiles(problem: Problem, rows: int | None = None) -> dict[str, Cost]:
+    """The bill of a rung that gathers and fuses, by the result of each of its kernels, in the order in which they run.
+
+    Tokens are read from memory once, however many rows gather them: the cache has to see to that. gate_up stores pre
+    and act; dact reads pre, and stores dpre and the weighted act in its place.
+    """
+    s = _Sizes.of(problem, rows)
+    return {
+        "gate_up": Cost(4 * s.product, s.x + s.w_gate_up + s.pre + s.act),
+        "down": Cost(2 * s.product, s.act + s.w_down + s.rows),
+        "y": Cost(0, s.rows + s.topk_weights + s.x),
+        "dact": Cost(2 * s.product, s.x + s.w_down + s.pre + s.pre + s.act),
+        "drows": Cost(4 * s.product, s.pre + s.w_gate_up + s.rows),
+        "dx": Cost(0, s.rows + s.x),
+        "dw_gate_up": Cost(4 * s.product, s.pre + s.x + s.dw_gate_up),
+        "dw_down": Cost(2 * s.product, s.act + s.x + s.dw_down),
+    }
+
+
 def fused(problem: Problem, direction: str, rows: int | None = None) -> Cost:
     """The least any rung pays: inputs once, outputs once, pre written by forward and read by backward."""
     s = _Sizes.of(problem, rows)

@@ -10,10 +10,11 @@ from threading import Thread
 
 import pytest
 import torch
-from cases import DIFFERENTIABLE, assert_same, layer, on_gpu, tensors, train
+from cases import DIFFERENTIABLE, assert_same, bits, layer, on_gpu, run, tensors, train
 from torch.utils.checkpoint import checkpoint
 
 from mega_moe import moe
+from mega_moe.parity import OUTPUTS
 from mega_moe.shapes import SAVES, Grads
 
 pytestmark = on_gpu
@@ -38,13 +39,13 @@ def test_nothing_waits_for_the_device(fused):
 class Captured:
     """One layer, forward and backward, as a CUDA graph over memory of its own."""
 
-    def __init__(self, rung, inputs, dy, pool=None):
+    def __init__(self, rung, inputs, dy, pool=None, **options):
         self.inputs = replace(inputs, **{name: t.clone() for name, t in vars(inputs).items()})
         self.dy = dy.clone()
         leaves = {name: getattr(self.inputs, name).detach().requires_grad_() for name in DIFFERENTIABLE}
 
         def both_directions():
-            y = moe(topk_ids=self.inputs.topk_ids, **leaves, stage=rung.name)
+            y = moe(topk_ids=self.inputs.topk_ids, **leaves, stage=rung.name, **options)
             return y.detach(), Grads(*torch.autograd.grad(y, list(leaves.values()), self.dy))
 
         warm_up = torch.cuda.Stream()
@@ -65,8 +66,9 @@ class Captured:
         return self.result
 
 
-def test_a_captured_layer_replays_with_other_routings(fused):
-    captured = Captured(fused, *layer(**SIZES)[1:])
+@pytest.mark.parametrize("save", SAVES)
+def test_a_captured_layer_replays_with_other_routings(save, fused):
+    captured = Captured(fused, *layer(**SIZES)[1:], save=save)
     hot = torch.zeros(96, 2, dtype=torch.int64)
     masked = torch.full((96, 2), -1)
     masked[5, 1] = 7
@@ -85,6 +87,24 @@ def test_two_captured_layers_share_a_pool(fused):
         for captured in (first, second):
             _, inputs, dy = layer(**SIZES, seed=seed)
             assert_same(captured.replay(inputs, dy), train(fused, inputs, dy))
+
+
+# The same bits, every time.
+
+
+def test_a_thousand_runs_give_the_same_bits(fused):
+    """Who draws which ticket, and which program comes first, differs from run to run, the more so while another stream
+    keeps some of the processors busy."""
+    problem, inputs, dy = layer(T=512, H=512, I=256, E=16, K=4)
+    expected = [bits(t) for t in tensors(run(fused, problem, inputs, dy))]
+    other, noise = torch.cuda.Stream(), torch.randn(1024, 1024, device=dy.device)
+    differing = torch.zeros(len(expected), dtype=torch.int64, device=dy.device)
+    for _ in range(1000):
+        with torch.cuda.stream(other):
+            noise @ noise
+        got = [bits(t) for t in tensors(run(fused, problem, inputs, dy))]
+        differing += torch.stack([(a != b).any() for a, b in zip(got, expected, strict=True)])
+    assert not differing.any(), dict(zip(OUTPUTS, differing.tolist(), strict=True))
 
 
 # Streams, devices, threads.

@@ -108,7 +108,8 @@ def test_a_wrong_gemm_is_seen(measuring):
     problem = PRESETS["tiny"].at(device="cpu")
     ids = torch.randint(problem.E, (problem.T, problem.K), generator=torch.Generator().manual_seed(0))
     for name, gemm in make(problem, plan(ids, problem.E)).items():
-        right = gemm.run("torch")()
+        product, _ = gemm.run("torch")
+        right = product()
         wrong = right.clone()
         wrong[-1] = 0  # the last row, or the last expert's gradient
         good, bad = measuring.Measurement(), measuring.Measurement()
@@ -160,10 +161,15 @@ def benchmarks(shape="qwen3-30b-a3b", device="NVIDIA H200", date="2026-12-01T10:
     return {"benchmarks": rows}
 
 
+def cells(text: str) -> list[list[str]]:
+    """The cells of all tables in a text, line by line."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+
+
 def test_a_report_becomes_tables():
     text = render_results.tables(render_results.record(benchmarks()))
 
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    lines = cells(text)
     times = ["2.50 ± 0.02", "5.00 ± 0.02", "7.50 ± 0.02"]
     assert ["**mega_moe, grouped**", *times, "495 / 495", "74% / 74%", "2048 / 2048", *lines[2][-2:]] == lines[2]
     assert lines[2][-2:] == ["0.29% / 0.26%-0.35%", "0.62"]
@@ -174,12 +180,137 @@ def test_a_report_becomes_tables():
     assert "T = 16384, H = 2048, I = 768, E = 128, K = 8, bf16" in text
 
 
+PRODUCTS = ("gate_up", "down", "dact", "dw_down", "drows", "dw_gate_up")
+
+
+def taken_apart() -> dict:
+    """A record of the highest rung, its rivals and the dense products: 10 ms and 2 forward, for 6 and 1.5 dense."""
+    record = render_results.record(benchmarks())
+    template = record["rows"][0] | {"peak_bytes": None}
+
+    def rows(contestant: str, label: str, times: dict[str, float], gemm: bool = False) -> list[dict]:
+        facts = dict(contestant=contestant, label=label, kind="rung")
+        return [
+            template | facts | dict(direction=d, gemm=d if gemm else None, ms=dict(median=ms, q1=ms, q3=ms))
+            for d, ms in times.items()
+        ]
+
+    def layer(forward: float, both: float) -> dict[str, float]:
+        return {"forward": forward, "backward": both - forward, "forward+backward": both}
+
+    record["rows"] = [
+        *rows("persistent", "mega_moe, persistent", layer(2.0, 10.0)),
+        *rows("torch-compiled", "plain torch, torch.compile", layer(5.0, 12.0)),
+        *rows("sonic-moe", "SonicMoE, CuTe", layer(1.9, 7.0)),
+        *rows("cublas", "dense", layer(1.5, 6.0)),
+        *rows("persistent", "mega_moe, persistent", dict(zip(PRODUCTS, (1.4, 0.8, 0.9, 0.7, 1.5, 1.7))), gemm=True),
+        *rows("cublas", "dense", dict(zip(PRODUCTS, (1.2, 0.7, 0.6, 0.6, 1.3, 1.2))), gemm=True),
+    ]
+    return record
+
+
+def without(record: dict, contestant: str, gemm: str | None = None) -> dict:
+    """The record without a contestant's rows of the layer, or without its row of one product."""
+    gone = [row for row in record["rows"] if row["contestant"] == contestant and row["gemm"] == gemm]
+    assert gone
+    return record | {"rows": [row for row in record["rows"] if row not in gone]}
+
+
+def test_the_highest_rungs_time_is_taken_apart():
+    """Bounds by hand: the products are 4 or 2 x 131072 x 2048 x 768 flops at 989.5 TFLOP/s, and y reads 131072 rows of
+    2048 bf16 and as many fp32 weights, and writes 16384 tokens, at 4.8 TB/s."""
+    lines = cells(render_results.tables(taken_apart()))
+
+    assert lines[lines.index(["", "flops", "bytes", "dense", "measured", "over dense", "of the layer"]) + 2 :] == [
+        ["gate_up", "0.83", "0.31", "1.20", "1.40", "0.20", "2.0%"],
+        ["down", "0.42", "0.24", "0.70", "0.80", "0.10", "1.0%"],
+        ["y", "0.00", "0.13", "–", "–", "–", "–"],
+        ["dact", "0.42", "0.31", "0.60", "0.90", "0.30", "3.0%"],
+        ["drows", "0.83", "0.36", "1.30", "1.50", "0.20", "2.0%"],
+        ["dx", "0.00", "0.13", "–", "–", "–", "–"],
+        ["dw_gate_up", "0.83", "0.27", "1.20", "1.70", "0.50", "5.0%"],
+        ["dw_down", "0.42", "0.14", "0.60", "0.70", "0.10", "1.0%"],
+        ["sum", "3.75", "1.87", "5.60", "7.00", "1.40", "14.0%"],
+        ["plan, table, sums, gaps", "–", "–", "0.00", "3.00", "3.00", "30.0%"],
+        ["the layer", "–", "–", "6.00", "10.00", "4.00", "40.0%"],
+    ]
+
+
+def test_an_unknown_device_has_no_bounds():
+    record = taken_apart()
+    record["machine"]["device"] = "NVIDIA H900"
+    lines = cells(render_results.tables(record))
+
+    assert ["gate_up", "–", "–", "1.20", "1.40", "0.20", "2.0%"] in lines
+    assert ["sum", "–", "–", "5.60", "7.00", "1.40", "14.0%"] in lines
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        render_results.record(benchmarks()),
+        without(taken_apart(), "persistent"),
+        without(taken_apart(), "persistent", "dw_down"),
+        without(taken_apart(), "cublas", "drows"),
+        taken_apart()
+        | {"problems": {"qwen3-30b-a3b": taken_apart()["problems"]["qwen3-30b-a3b"] | {"save": "inputs"}}},
+        taken_apart() | {"machine": taken_apart()["machine"] | {"device": "EPYC (CPU, 1 thread)"}},
+    ],
+    ids=["no rows", "no layer", "a product missing", "a dense product missing", "pre made again", "a CPU's"],
+)
+def test_what_was_not_measured_is_not_taken_apart(record):
+    assert "over dense" in render_results.tables(taken_apart()) and "over dense" not in render_results.tables(record)
+
+
+def test_the_highest_rung_is_held_against_its_rivals():
+    """10 ms, and 2 forward; 90 % of the dense products' speed would take 6 / 0.9 = 6.67 ms, and 1.67 forward."""
+    start = "**mega_moe, persistent**, both directions together (forward alone): "
+    dense = "60% (75%) of the speed of the dense products, 90% being 3.33 ms away (0.33 ms away)"
+    compiled = "1.20 (2.50) times as fast as plain torch, torch.compile"
+    sonic = "0.70 (0.95) times as fast as SonicMoE, CuTe"
+    record = taken_apart()
+
+    assert f"{start}{dense}; {compiled}; {sonic}." in render_results.tables(record)
+    assert f"{start}{dense}; {compiled}." in render_results.tables(without(record, "sonic-moe"))
+    assert "times as fast" not in render_results.tables(without(record, "cublas"))
+    faster = record["rows"][2]
+    assert faster["direction"] == "forward+backward"
+    faster["ms"] = dict(median=6.5, q1=6.5, q3=6.5)
+    assert "92% (75%) of the speed of the dense products, 90% being 0.17 ms behind (0.33 ms away)" in (
+        render_results.tables(record)
+    )
+
+
+def test_headings_say_what_was_kept_if_it_was_not_the_usual():
+    report = benchmarks()
+    usual = render_results.record(report)
+    usual["problems"]["qwen3-30b-a3b"]["save"] = "pre"
+    less = usual | {"problems": {"qwen3-30b-a3b": usual["problems"]["qwen3-30b-a3b"] | {"save": "inputs"}}}
+
+    assert "save=" not in render_results.tables(usual) + render_results.summary(usual)
+    assert 'bf16, balanced routing, save="inputs"\n' in render_results.tables(less)
+    assert 'qwen3-30b-a3b, save="inputs"<br>forward ' in render_results.summary(less)
+
+
 def test_the_readme_gets_one_table_for_all_shapes():
     record = render_results.record(benchmarks("qwen3-30b-a3b"), benchmarks("qwen3-235b-a22b"))
     header, _, grouped, *_ = render_results.summary(record).splitlines()
 
     assert header.count("qwen3-30b-a3b") == header.count("qwen3-235b-a22b") == 2
     assert [cell.strip() for cell in grouped.strip("|").split("|")][1:] == ["2.50 ± 0.02", "7.50 ± 0.02"] * 2
+
+
+def test_the_readmes_table_keeps_the_order_of_the_fullest():
+    part = benchmarks("qwen3-30b-a3b")
+    part["benchmarks"] = [row for row in part["benchmarks"] if row["extra_info"]["contestant"] != "grouped"]
+    _, _, *lines = cells(render_results.summary(render_results.record(part, benchmarks("qwen3-235b-a22b"))))
+
+    assert [line[0] for line in lines] == [
+        "**mega_moe, grouped**",
+        "plain torch, eager",
+        "dense GEMMs of the same flops",
+    ]
+    assert lines[0][1:] == ["–", "–", "2.50 ± 0.02", "7.50 ± 0.02"]
 
 
 def test_a_record_is_saved_read_and_rendered_alike(tmp_path):

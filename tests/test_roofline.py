@@ -51,6 +51,35 @@ def test_backward_bytes_of_a_toy_by_hand():
     assert roofline.fused(TOY, "backward").bytes == 4 * (30 + 30 + 6 + 15000 + 1200 + 30 + 6 + 15000) + 8 * 6
 
 
+def test_the_kernels_of_a_gathering_rung_by_hand():
+    """The same toy: x is 30 elements, rows 60, pre 1200, act 600; one product is 6*10*100 = 6000 multiply-adds."""
+    assert roofline.tiles(TOY) == {
+        "gate_up": roofline.Cost(4 * 6000, 4 * (30 + 10000 + 1200 + 600)),
+        "down": roofline.Cost(2 * 6000, 4 * (600 + 5000 + 60)),
+        "y": roofline.Cost(0, 4 * (60 + 6 + 30)),
+        "dact": roofline.Cost(2 * 6000, 4 * (30 + 5000 + 1200 + 1200 + 600)),
+        "drows": roofline.Cost(4 * 6000, 4 * (1200 + 10000 + 60)),
+        "dx": roofline.Cost(0, 4 * (60 + 30)),
+        "dw_gate_up": roofline.Cost(4 * 6000, 4 * (1200 + 30 + 10000)),
+        "dw_down": roofline.Cost(2 * 6000, 4 * (600 + 30 + 5000)),
+    }
+    # One row: one expert's weights are read (and five gradients written), and tokens, which nobody counts, as before.
+    assert roofline.tiles(TOY, rows=1)["down"] == roofline.Cost(2 * 1000, 4 * (100 + 1000 + 10))
+    assert roofline.tiles(TOY, rows=1)["dw_down"] == roofline.Cost(2 * 1000, 4 * (100 + 30 + 5000))
+
+
+@pytest.mark.parametrize("problem", [A, TOY], ids=["A", "toy"])
+@pytest.mark.parametrize("masked", [0, 1])
+def test_a_gathering_rungs_kernels_do_the_useful_flops_in_fewer_bytes(problem, masked):
+    rows = problem.R - masked
+    tiles = sum(roofline.tiles(problem, rows).values(), roofline.Cost())
+    steps = [cost for d in roofline.DIRECTIONS for cost in roofline.steps(problem, d, rows).values()]
+    least = [roofline.fused(problem, d, rows) for d in roofline.DIRECTIONS]
+
+    assert tiles.flops == sum(roofline.useful_flops(problem, d, rows) for d in roofline.DIRECTIONS)
+    assert sum(cost.bytes for cost in least) < tiles.bytes < sum(cost.bytes for cost in steps)
+
+
 def test_weights_of_experts_that_nobody_visits_are_not_read():
     assert roofline.steps(TOY, "forward", rows=1)["down"].bytes == 4 * (100 + 1000 + 10)
 

@@ -182,10 +182,10 @@ def test_what_does_not_run_is_passed_over_with_its_reason(monkeypatch, capsys):
     tables.show_tiles(tuning, "a layer")
     assert f"down, {tune.text(known)}: it does not fit" in capsys.readouterr().out
 
-    monkeypatch.setattr(tune, "spills", lambda call: spilled(call) + tune.MAY_SPILL + 1)
+    monkeypatch.setattr(tune, "spills", lambda call: spilled(call) + 1)
     layer = tune.work(LAYER, INTERPRETER.persistent)
     first, second = tune.examine(layer, "down", [default, spilling], {})
-    assert first.why_not is None and second.why_not == f"spills {tune.MAY_SPILL + 1} registers a thread"
+    assert first.why_not is None and second.why_not == "spills 1 registers a thread"
     with pytest.raises(RuntimeError, match="down does not run with its default tile"):
         tune.examine(layer, "down", [odd, default], {})
 

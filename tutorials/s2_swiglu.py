@@ -259,7 +259,9 @@ for at in (2.1, 3.9, 5.7, 7.8):
 for at, text in ((1.3, "dpre, gate"), (3.1, "dpre, up"), (4.9, "weighted act"), (7.0, "parts")):
     box(backward, at, 0.15, 1.6, text)
 backward.text(8.8, 3.75, "the loop over H", color=INK, va="center", fontsize=9)
-backward.text(8.8, 1.85, "the epilogue,\nchunk by chunk", color=SWIGLU, va="center", fontsize=9)
+backward.text(
+    8.8, 1.85, "the epilogue,\nchunk by chunk;\nthe next loads\nmeanwhile", color=SWIGLU, va="center", fontsize=9
+)
 for axes in (columns, forward, backward):
     axes.axis("off")
 plt.show()
@@ -312,8 +314,8 @@ assert differ > 0
 # to bf16. Either of the two results may be left out (`None`): that is a pointer which is missing when the kernel is
 # compiled, so its stores are not in the code at all.
 #
-# Backward. The loop is lesson 1's `multiply`; all that is new stands in the epilogue. (`live` and `stored` are the same
-# rows here. A later rung tells them apart.)
+# Backward. The loop is lesson 1's `multiply`; all that is new stands in the epilogue. (In both kernels the rows that are
+# `live` are also the rows that are `stored`. A later rung tells them apart.)
 #
 # ```python
 # --8<-- "mega_moe/kernels/fused_swiglu.py:dact"
@@ -322,9 +324,16 @@ assert differ > 0
 # **Why in chunks?** Count registers. A tile of dact of 128 by 256 is 32,768 numbers in fp32; the program has 8 warps of
 # 32 threads, so each thread holds 128 of them, of 255 that a thread can have. gate and up of the whole tile would be 256
 # more, before anything is computed. So the tile is halved and halved again until 32 columns are left: 16 registers for
-# each tensor of a chunk. (`swiglu_backward_epilogue` calls itself, but only while it is compiled: what runs is eight
-# copies of its last branch.) Compiled for an H200 by Triton 3.7.1, the kernel takes 254 registers and spills nothing.
-# With a single chunk of 256 columns each thread would spill 10,948 bytes, stores and loads together.
+# each tensor of a chunk. (`chunks_of` calls itself, but only while it is compiled, and `static_range` is unrolled: what
+# runs is eight copies of the loop's body.) Compiled for an H200 by Triton 3.7.1, the kernel takes 253 registers and
+# spills nothing. With chunks of 64 columns each thread would spill 104 bytes, stores and loads together, and with a
+# single chunk of 256 it would spill 10,948.
+#
+# **And why a chunk ahead?** Chunks have a drawback: each begins with a load, and nobody else is there to use the time
+# until it arrives. Eight chunks would wait eight times. So the loop asks for gate and up of the next chunk before it
+# works on this one, and only the first chunk waits. The two tiles on their way are kept in bf16, as they lie in memory,
+# and so take 8 registers each. In the dact of lesson 4, whose epilogue is the same function, this took 7 to 8 % off the
+# whole kernel on an H200.
 #
 # Forward's epilogue needs no chunks. What it makes is smaller than what it consumes, and it loads nothing.
 #
@@ -506,7 +515,8 @@ assert verdict.failed == ["dtopk_weights"]
 # ## Is it fast?
 #
 # From [recorded runs](../results.md) again, beside the plain torch path under torch.compile and the dense products of
-# the same flops. Under each table: what the roofline promised, and what the clock says.
+# the same flops. Under each table: what the roofline promised, and, where the rung below was recorded too, what the
+# clock says, and what became of the two products that now have SwiGLU in their epilogues.
 
 # %% tags=["hide-input"]
 records = sorted(Path("docs/results").glob("*.json"))
@@ -515,8 +525,11 @@ if records:
     machine = record["machine"]
     print(f"{machine['device']}, {machine['date']}, torch {machine['torch']}, triton {machine['triton']}, medians")
 for name in record["problems"]:
+    rows = [row for row in record["rows"] if row["shape"] == name]
+    times = {(row["contestant"], row["gemm"] or row["direction"]): row for row in rows}
+    if ("swiglu", "forward") not in times:
+        continue
     print(f"\n{name:36}{'forward':>22}{'backward':>22}")
-    times = {(r["contestant"], r["direction"]): r for r in record["rows"] if r["shape"] == name and not r["gemm"]}
     for contestant in ("grouped", "swiglu", "torch-compiled", "cublas"):
         both = [times.get((contestant, direction)) for direction in ("forward", "backward")]
         if all(both):
@@ -527,25 +540,32 @@ for name in record["problems"]:
         for hidden, words in ((True, "if epilogues hide"), (False, "if they do not")):
             cells = [f"{ms:.2f} ms" for ms in predicted(PRESETS[name], ceiling, hidden)]
             print(f"{'saving predicted, ' + words:36}{cells[0]:>22}{cells[1]:>22}")
-    if ("swiglu", "forward") in times:
+    if ("grouped", "forward") in times:
         old, new = ([times[c, d]["ms"]["median"] for d in ("forward", "backward")] for c in ("grouped", "swiglu"))
         cells = [f"{before - after:.2f} ms" for before, after in zip(old, new)]
         print(f"{'saving measured':36}{cells[0]:>22}{cells[1]:>22}")
+    for product, fused in (("gate_up", "SwiGLU"), ("dact", "its backward")):
+        if ("grouped", product) in times and ("swiglu", product) in times:
+            old, new = (times[c, product]["ms"]["median"] for c in ("grouped", "swiglu"))
+            print(f"    {product} alone {old:.2f} ms, with {fused} in the epilogue {new:.2f} ms")
 if not any(row["contestant"] == "swiglu" for row in record.get("rows", [])):
     print("\nThis rung is not recorded yet. On a GPU, `make bench` measures.")
 
 # %% [markdown]
 # The roofline knows bytes and flops, and nothing else. A program runs its loop and then its epilogue, so what could
 # multiply meanwhile is *another* program on the same processor. Is there one? On an H200 a program of `dact_swiglu` has
-# 256 threads of 254 registers, which are 65,024 of the processor's 65,536, and four stages of loads take 192 KiB of its
+# 256 threads of 253 registers, which are 64,768 of the processor's 65,536, and four stages of loads take 192 KiB of its
 # 227 KiB of shared memory. So no: it is alone, and while it reads pre its matrix units wait. A measured saving near the
-# second promise says just that. Below it, the epilogue cannot draw the whole bandwidth either: its loads come chunk by
-# chunk from one program a processor, where `swiglu_backward` has many at once. Above the first, the new loop happens to
-# be the faster one too.
+# second promise would say just that. Below it, the epilogue cannot draw the whole bandwidth either: its loads come from
+# one program a processor, two chunks at most at a time, where `swiglu_backward` has many programs at once. Above the
+# first, the new loop would happen to be the faster one too.
 #
 # It is worth saying plainly: fusing takes some bytes off the road at once, but hides the rest only where something else
-# runs beside the epilogue. That is the business of a later rung. The next one takes the largest tensors that are left:
-# rows, dy_rows, out and drows, (R, H) each, which are copies and little more.
+# runs beside the epilogue. Here nothing does. On the larger layer, in the record of November 2026, the two products grew
+# by about as much as the passes had taken that they replace, and the layer was no faster than on the rung below. So
+# this rung is a step on the way: dact is off the road, act is rounded once less, and the epilogues are there for a later
+# rung to hide. The next one takes the largest tensors that are left: rows, dy_rows, out and drows, (R, H) each, which
+# are copies and little more.
 #
 # ## Exercises
 #

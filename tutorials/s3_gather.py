@@ -17,7 +17,7 @@
 #
 # - what a copy costs twice: the bytes that it moves, and the memory that it occupies;
 # - why a matrix product needs its rows' addresses, not that they lie side by side;
-# - what gathering costs: most of the time nothing, along a contraction something;
+# - what gathering costs: next to nothing over rows, and along a contraction more than the copy that it spares;
 # - how the order of backward's launches sets its peak of memory.
 #
 # You need lesson 1 for the plan and the blocks of rows, lesson 2 for the epilogues.
@@ -38,6 +38,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads this when it is imported, below
 
 from mega_moe import LADDER, Problem, roofline
+from mega_moe.kernels.blocks import blocks_of_target
 from mega_moe.kernels.combine import sum_slots
 from mega_moe.kernels.gathered import gathered_dact, gathered_gate_up, gathered_weight_grad, slot_gemm
 from mega_moe.kernels.plan import plan as make_plan
@@ -101,10 +102,10 @@ BACKWARD = {
     ],
     "gather": [
         Launch("dact", "down", "dy w_down pre", "dpre weighted_act", 1),
-        Launch("dw_down", "down", "dy weighted_act", "dw_down", 1),
         Launch("drows", "gate_up", "dpre w_gate_up", "dx_slots", 2),
         Launch("dx", "combine", "dx_slots", "dx"),
         Launch("dw_gate_up", "gate_up", "dpre x", "dw_gate_up", 2),
+        Launch("dw_down", "down", "dy weighted_act", "dw_down", 1),
     ],
 }
 
@@ -207,7 +208,7 @@ records = sorted(Path("docs/results").glob("*.json"))
 record = json.loads(records[-1].read_text()) if records else {"rows": [], "problems": {}}
 recorded = {(r["shape"], r["contestant"], r["gemm"] or r["direction"]): r for r in record["rows"]}
 
-# %% tags=["hide-input"] alt="MiB alive during each launch of a training step; without the copies the peak is 2 GiB"
+# %% tags=["hide-input"] alt="MiB alive during each launch of a training step; without the copies, and in another order, the peak is lower"
 GROUPS = {  # colour, tensors
     "y and gradients": ("#9aa0a8", "y dx dw_down dw_gate_up"),
     "pre": ("#2e6f9e", "pre"),
@@ -240,9 +241,11 @@ plt.gcf().legend(handles, labels, loc="outside upper center", ncols=3, frameon=F
 plt.show()
 
 # %% [markdown]
-# The violet is what this rung takes away. On the tallest column a copy of x stands beside both weight gradients, at the
-# worst moment. What is left there: the gradients themselves; dpre, which is being read; y; and pre, which nobody reads
-# any more, but which is autograd's to let go. (With `save="inputs"` backward makes pre itself, and does let it go.)
+# The violet is what this rung takes away. On the tallest column above, a copy of x stands beside both weight gradients,
+# at the worst moment. What is left at the worst moments below: the gradients themselves; what they are made from, dpre
+# and the weighted act or that act alone; y; and pre, which nobody reads any more, but which is autograd's to let go.
+# (With `save="inputs"` backward makes pre itself, and does let it go.) Part of the gain is [another
+# order](#the-order-of-backward) of the launches.
 #
 # The yellow is all that remains of size R·H, and it is there from down to combine and from drows to dx only. It is the
 # price of a sum in a fixed order: an atomic add into y would do without it, and give other bits on every run. Forward's
@@ -375,31 +378,33 @@ plt.show()
 # Two things differ from the products over rows. Repeating a token will not do, since it would be added twice: both
 # operands are masked, and the second exercise asks why one mask is not enough. And the loop now has a load whose
 # address comes from another load. Triton starts loads some steps ahead, and a chain of two loads shares that lead
-# between them. With `num_stages=4` on sm_90 this kernel has two buffers of tiles instead of four, and tiles are under
-# way for one step instead of three (so Triton 3.7 compiles it):
+# between them. With `num_stages=4` on sm_90 the contiguous kernel has four buffers of tiles, and tiles are under way
+# for three steps; this one would have two, and one step. So it asks for six stages, of which three are left for the
+# tiles (so Triton 3.7 compiles it):
 
-# %% tags=["hide-input"] alt="Loads under way while a step is multiplied: three steps ahead contiguous, one gathered"
-_, axes = plt.subplots(figsize=(10, 2.3), layout="constrained")
+# %% tags=["hide-input"] alt="Loads under way while a step is multiplied: three steps ahead contiguous; gathered one or two"
+_, axes = plt.subplots(figsize=(10, 3), layout="constrained")
 STATES = {
-    "contiguous": ["multiplied", "tiles loading", "tiles loading", "tiles loading"],
-    "gathered": ["multiplied", "tiles loading", "tokens loading", "nothing yet"],
+    "contiguous, 4 stages": ["multiplied", *["tiles loading"] * 3, "nothing yet"],
+    "gathered, 4 stages": ["multiplied", "tiles loading", "tokens loading", "nothing yet", "nothing yet"],
+    "gathered, 6 stages": ["multiplied", *["tiles loading"] * 2, *["tokens loading"] * 2],
 }
 FILLS = {"multiplied": COLOURS[0], "tiles loading": "#7fb0d3", "tokens loading": "#b89b2f", "nothing yet": "white"}
 for line, (name, states) in enumerate(STATES.items()):
-    axes.text(-0.1, 1 - line, name, ha="right", va="center", color=INK)
+    axes.text(-0.06, 1 - line, name, ha="right", va="center", color=INK)
     for step, state in enumerate(states):
         edge = "#c8ccd2" if state == "nothing yet" else "white"
         axes.add_patch(plt.Rectangle((step, 0.63 - line), 0.96, 0.74, facecolor=FILLS[state], edgecolor=edge))
         axes.text(step + 0.48, 1 - line, state, ha="center", va="center", color="white" if step == 0 else INK)
-for step in range(4):
+for step in range(5):
     axes.text(step + 0.48, 1.55, f"rows of step s + {step}" if step else "rows of step s", ha="center", color=INK)
-axes.set(xlim=(-1, 4), ylim=(-0.5, 1.8))
+axes.set(xlim=(-1.1, 5), ylim=(-1.5, 1.8))
 axes.axis("off")
 plt.show()
 
 # %% [markdown]
-# So the gathered `dw_gate_up` takes longer than the contiguous one: on an H200 by about as much as the copy that it
-# spares, or a little more. In time this one is a draw at best. What it wins is memory, at the very peak.
+# So a gathered weight gradient takes longer than a contiguous one, and on an H200 by more than the copy takes that it
+# spares: the times [are below](#is-it-fast-and-is-it-small). What it wins is memory, at the very peak.
 #
 # ## The running example
 #
@@ -419,12 +424,12 @@ show(slots=slots, y=y)
 
 # %%
 dpre, weighted_act, dtopk_weights = gathered_dact(dy, readable(w_down), pre, topk_weights, plan, None, Need())
-dw_down = torch.empty_like(w_down)
-gathered_weight_grad(weighted_act, dy, plan, dw_down.mT)
 dx_slots = slot_gemm(dpre.flatten(1), readable(w_gate_up).mT, plan)
 dx = sum_slots(dx_slots, None, plan)
 dw_gate_up = torch.empty_like(w_gate_up)
 gathered_weight_grad(dpre.flatten(1), x, plan, dw_gate_up.flatten(1, 2))
+dw_down = torch.empty_like(w_down)
+gathered_weight_grad(weighted_act, dy, plan, dw_down.mT)
 show(dtopk_weights=dtopk_weights, dx=dx, dw_down=dw_down.squeeze(-1))
 
 inputs = Inputs(x, topk_ids, topk_weights, w_gate_up, w_down)
@@ -455,8 +460,8 @@ print(*diff, sep="\n")
 
 # %% [markdown]
 # The kernel `dispatch` is gone, and `rows` and `dy_rows` with it: the products that want rows get `x` or `dy`. The
-# recipe allocates the weight gradients now, so that one of them can be written through its transpose. Three launches
-# fewer remain:
+# recipe allocates the weight gradients now, so that one of them can be written through its transpose. dw_down has moved
+# to the end. And three launches are gone:
 
 
 # %%
@@ -474,14 +479,14 @@ for name in ("swiglu", "gather"):
 # %% [markdown]
 # ### The order of backward
 #
-# dact comes first: all else needs what it makes. Three things are left to do after it, in any order: dw_down, which
-# lets go of `weighted_act`; dx by way of its slots; and dw_gate_up. The last of the latter two lets go of `dpre`. Here
+# dact comes first: all else needs what it makes. Three things are left to do after it, in any order: dx by way of its
+# slots; dw_gate_up; and dw_down, which lets go of `weighted_act`. The last of the first two lets go of `dpre`. Here
 # is the peak of every order (nothing ever comes between drows and dx: the slots would only stay longer), the lowest
 # starred:
 
 # %%
 dact, *rest = BACKWARD["gather"]
-parts = {"dw_down": rest[:1], "dx": rest[1:3], "dw_gate_up": rest[3:]}
+parts = {"dx": rest[:2], "dw_gate_up": rest[2:3], "dw_down": rest[3:]}
 tokens = (8192, 16384, 32768, 65536)
 print(f"{'MiB at the peak, tokens:':32}", *(f"{T:7,}" for T in tokens))
 peaks = {}
@@ -494,10 +499,10 @@ for order, row in peaks.items():
 
 # %% [markdown]
 # dw_gate_up, the largest gradient, had better not be there yet while the slots are: dx comes before it. When to make
-# dw_down has no such answer. Early, it lets go of `weighted_act`, which grows with the tokens, before the slots come.
-# Late, it is not in the way itself. The recipe makes it early, which gives the lowest peak of all where tokens are many
-# and memory is short on their account. With fewer tokens it would better come last, as the stars say; the first
-# exercise asks how many are many.
+# dw_down has no such answer. Late, it is not in the way itself, and `dpre` is gone when it comes. Early, it lets go of
+# `weighted_act`, which grows with the tokens, before the slots come. The recipe makes it last, which gives the lowest
+# peak of all as long as tokens are not very many. Where they are, the order that begins with dw_down would be lower, as
+# the stars say; the first exercise asks how many that is.
 #
 # ## Is it right?
 #
@@ -574,9 +579,9 @@ for name in record["problems"]:
         print("{:34}{:>8}{:>10}{:>12}{:>11}".format(row["label"], *cells))
     for (shape_of, contestant, gemm), row in recorded.items():
         if shape_of == name and contestant == "gather" and row["gemm"]:
-            times = {c: recorded.get((name, c, gemm)) for c in ("grouped", "gather", "cublas")}
-            cells = (f"{c} {row['ms']['median']:.2f} ms" for c, row in times.items() if row)
-            print(f"    {gemm} alone: {', '.join(cells)}")
+            contiguous = recorded.get((name, "swiglu", gemm)) or recorded.get((name, "grouped", gemm))
+            cells = [f"{row['ms']['median']:.2f} ms" if row else "–" for row in (contiguous, row)]
+            print(f"    {gemm + ' alone':20} rung below {cells[0]:>8}   here {cells[1]:>8}")
 if not any((name, "gather", both) in recorded for name in record["problems"]):
     print("\nThis rung is not recorded yet. On a GPU, `make bench` measures.")
 
@@ -584,30 +589,38 @@ if not any((name, "gather", both) in recorded for name in record["problems"]):
 # The list leaves out the plan and the router's gradient, 2 MiB here, and its times are a bound: they let x come from
 # memory once, though each of its rows is read K times and the cache does not hold all of it.
 #
+# The memory is what was promised, to the last few MiB. The time is a mixed bag. Forward is faster ([lesson
+# 4](s4_persistent.md#is-it-fast) has its times): gate_up and dact gather at no cost that one could see, down and drows
+# store by slot for a few percent more, and the copies are gone. But in the record of November 2026 gathered weight
+# gradients take nearly a third longer than contiguous ones. What that adds is several times what their copies need at
+# the least, and so the training step as a whole is *slower* than on the rung below. This rung trades time for memory.
+# The next one wins the time back.
+#
 # What is left? The copies are gone, and the rest is products that each take longer than their bound. A program begins
 # by looking for its expert, waits for its first tiles, multiplies, writes, and ends; another takes its place and waits
 # again. The next rung keeps the programs and lets the tiles come to them.
 #
 # ## Exercises
 #
-# 1. From which number of tokens on is the recipe's order of backward the lowest? Take one layer of qwen3-30b-a3b, and
-#    give the answer in the letters T, K, E, H, I. What does it give away with fewer tokens?
+# 1. Up to which number of tokens has the recipe's order of backward the lowest peak? Take one layer of qwen3-30b-a3b,
+#    and give the answer in the letters T, K, E, H, I. By how much is it lower than dw_down first with 16,384 tokens?
 # 2. In the weight gradients' kernel, a row behind the expert's end is masked in `a` *and* in the tokens. Zero times
 #    anything is zero, so one mask should do. Why does it not, with either of the two?
 #
 # ??? success "Answer"
-#     1. The two orders that matter are dw_down first and dw_down last. When the slots exist, the first has `dw_down`
-#        beside them and the second has `weighted_act`: E·H·I elements against R·I. So early is better from R = E·H on,
-#        that is T = E·H/K, 32,768 tokens here. With fewer the peak is at the end, where all gradients exist. There the
-#        recipe has `dpre` beside them, 2·R·I elements, and the other order `weighted_act`, R·I: it gives away R·I
-#        elements, 192 MiB at 16,384 tokens, as long as the other peaks stay below.
+#     1. The two orders that matter are dw_down first and dw_down last. While the slots exist, and while dw_gate_up is
+#        made, the first has `dw_down` beside them and the second has `weighted_act`: E·H·I elements against R·I. So
+#        last is better up to R = E·H, that is T = E·H/K, 32,768 tokens here; there both are equal. At the very end,
+#        where all gradients exist, last is better in any case: `weighted_act` stands beside them, R·I elements, and in
+#        the other order `dpre`, twice as many. At 16,384 tokens E·H·I is just 2·R·I, so either way it is R·I elements
+#        that the recipe saves, 192 MiB.
 #     2. Zero times NaN is NaN. Mask the tokens alone, and `a` behind the end is the next expert's row, or, behind the
 #        last live row of all, memory that nobody ever wrote: a NaN there times zero poisons a gradient. Mask `a` alone,
 #        and the tokens are those of the next expert's rows: if one of them holds a NaN or an infinity, it reaches the
 #        gradient of an expert that it was never sent to. With both masked, no foreign number is even loaded.
 
 # %% tags=["solution"]
-early, late = ("dw_down", "dx", "dw_gate_up"), ("dx", "dw_gate_up", "dw_down")
+early, late = ("dw_down", "dx", "dw_gate_up"), tuple(parts)
 threshold = shape.E * shape.H // shape.K
 assert threshold == 32768
 for T in (threshold // 2, threshold - 1024, threshold, threshold + 1024, 2 * threshold):
@@ -617,9 +630,12 @@ for T in (threshold // 2, threshold - 1024, threshold, threshold + 1024, 2 * thr
         for order in (early, late)
     )
     print(f"{T:6} tokens: dw_down early {early_peak:6.0f} MiB, late {late_peak:6.0f} MiB")
-    assert (early_peak <= late_peak) == (threshold <= T)
+    assert (late_peak <= early_peak) == (T <= threshold) and (early_peak <= late_peak) == (threshold <= T)
     if threshold // 2 == T:
         assert early_peak - late_peak == MiB_at["weighted_act"] == 192
+        assert late_peak == min(row[tokens.index(T)] for row in peaks.values())
+
+assert blocks_of_target("sm_90", torch.bfloat16).gathered_weight_grad.num_stages == 6  # as the text and a figure say
 
 rows_of_a = torch.tensor([[1.0], [torch.nan]])  # the expert's row, and one behind its end that nobody wrote
 tokens_of_rows = torch.tensor([[2.0], [torch.inf]])  # the expert's token, and the next expert's

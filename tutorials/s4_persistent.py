@@ -19,7 +19,8 @@
 # - how to split a kernel's time into what grows with the work and what every tile pays;
 # - how programs share uneven tiles without talking: by *tickets*, and with the longest first;
 # - why the order of tickets is an order of bytes in the L2 cache;
-# - what a *descriptor* asks of a layout, and why some padding must be zeros and some may be anything.
+# - what a *descriptor* asks of a layout, and why some padding must be zeros and some may be anything;
+# - what was tried besides, and was slower.
 #
 # You need lessons 1 to 3: blocks of rows, SwiGLU in the epilogue, gathered rows.
 
@@ -28,7 +29,6 @@ import difflib
 import heapq
 import json
 import os
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -54,7 +54,6 @@ from mega_moe.stages import s4_persistent
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.set_default_device(device)
 torch.set_printoptions(precision=4, sci_mode=False)
-warnings.filterwarnings("ignore", message=".*encountered in matmul")  # numpy meets padding, which may hold anything
 reference, persistent = LADDER[0], LADDER[4]
 
 
@@ -119,8 +118,8 @@ for shape in ("qwen3-30b-a3b", "qwen3-235b-a22b"):
 # %% [markdown]
 # The shallower, the worse: a weight gradient has as many rows to sum as its expert has, 1,024 on average, however
 # large the model. So much for round figures. The record is taken under load, at the power limit, where the card lowers
-# its clocks. Two of our products, down and dx, are one kernel at two depths. Through their times, of both layers, we
-# lay a line; its slope is $a$ and its foot is $b$:
+# its clocks. Two of our products, down and dx, are one kernel at two depths. Through their times, of every layer whose
+# products were recorded, we lay a line; its slope is $a$ and its foot is $b$:
 
 # %% tags=["hide-input"]
 INK = "#1f2430"
@@ -163,8 +162,8 @@ for contestant in [*below, "cublas"]:
 print(f"{'by the data sheet':24} {2 * 128 * 256 / h200.tflops(p.dtype) * PROCESSORS / 1e3:17.1f} {0:14.1f}")
 
 # %% [markdown]
-# What $a$ exceeds the vendor's by is lost in the loop; what is lost around it is $b$. Now all six products, split by
-# that slope. Dark is the bound of the roofline: all arithmetic at the rate of the data sheet, since memory, with every
+# What $a$ exceeds the vendor's by is lost in the loop; what is lost around it is $b$. (From so few points $b$ is known
+# to a microsecond or so: the vendor's tiles do not cost less than nothing.) Now all six products, split by that slope. Dark is the bound of the roofline: all arithmetic at the rate of the data sheet, since memory, with every
 # operand read once, needs less. Light is what the measured rate adds. Orange is the rest: what tiles cost besides.
 
 
@@ -179,9 +178,10 @@ def bound_ms(p, kind):
 
 def draw_products(contestants):
     """For each shape and kind one bar a contestant."""
-    _, panels = plt.subplots(1, len(recorded), figsize=(10, 1.2 + 1.9 * len(contestants)), layout="constrained")
-    for axes, (shape, p) in zip(np.atleast_1d(panels), recorded.items()):
-        ticks = {}
+    shapes = [shape for shape in recorded if any((shape, c, "down") in product_ms for c in contestants)]
+    _, panels = plt.subplots(1, len(shapes), figsize=(10, 1.2 + 1.9 * len(contestants)), layout="constrained")
+    for axes, shape in zip(np.atleast_1d(panels), shapes):
+        ticks, p = {}, recorded[shape]
         for at, (kind, contestant) in enumerate((k, c) for k in products(p) for c in contestants):
             if not (us := tile_us(shape, contestant, kind)):
                 continue
@@ -394,7 +394,8 @@ plt.show()
 # rows beyond the expert's last then hold?
 #
 # - **In `down`: anything.** A row of the result comes from that row alone, and a row whose route is -1 is not stored.
-#   Even NaN does no harm. So the act of a padding row is never written, and holds whatever memory held.
+#   Even NaN does no harm. What stands there is the act of the expert's last row once more, since gate_up loads that
+#   row's token again and masks no row of act: so no kernel ever reads memory that nobody wrote.
 # - **In weight gradients: zeros.** There the rows are summed over. Packed side by side, the box that begins with expert
 #   1's row would go on with expert 2's. So dact's epilogue stores zeros in the padding. The other operand is gathered,
 #   and the table lets a padding row repeat its expert's last token: zero times a finite number is zero, and if that
@@ -431,14 +432,15 @@ def touched(p, kind, strip):
     return len({e for e, _ in weights}), (len(rows) + 256 * len(weights)) * C * p.dtype.itemsize
 
 
-print(f"{'':27}" + "".join(f"{order:>22}" for order in ("one tile a ticket", "strips of two", "whole strips")))
+ORDERS = ("one tile a ticket", "strips of two", "strips of four", "whole strips")
+print(f"{'':27}" + "".join(f"{order:>21}" for order in ORDERS))
 for shape in ("qwen3-30b-a3b", "qwen3-235b-a22b"):
     for kind in ("gate_up", "down", "dact", "dx"):
         _, columns, C = products(PRESETS[shape])[kind]
         asked = PROCESSORS * (128 + 256) * C * p.dtype.itemsize
-        counts = [touched(PRESETS[shape], kind, strip) for strip in (1, 2, columns // 256)]
+        counts = [touched(PRESETS[shape], kind, strip) for strip in (1, 2, 4, columns // 256)]
         cells = [f"{experts} experts, {size / 1e6:.0f} MB{' *' if size > L2 else '  '}" for experts, size in counts]
-        print(f"{shape:16} {kind:10}" + "".join(f"{text:>22}" for text in cells), f"  of {asked / 1e6:.0f}")
+        print(f"{shape:16} {kind:10}" + "".join(f"{text:>21}" for text in cells), f"  of {asked / 1e6:.0f}")
 print("* more than the L2 cache holds. Last column: what the programs ask for, counted by program")
 
 # %% [markdown]
@@ -448,7 +450,8 @@ print("* more than the L2 cache holds. Last column: what the programs ask for, c
 # (A star is no disaster: programs walk along the contraction side by side, and at any one moment want only a part.) So
 # strips, whose loop has no seams, have a price, and whether they pay is a matter of measuring. Weight gradients go
 # expert by expert, and a wave stays within a few anyway. `mega-moe tune` [measures](../measuring.md#block-sizes) what
-# is best; for an H200 these are in use:
+# is best. On an H200 strips pay for down and dx; they do not for gate_up and dact, which in the table are the two that
+# ask for the most at one time. These are in use:
 
 # %% tags=["hide-input"]
 for shape in ("qwen3-30b-a3b", "qwen3-235b-a22b"):
@@ -460,7 +463,8 @@ for shape in ("qwen3-30b-a3b", "qwen3-235b-a22b"):
         size = f"{tile.BLOCK_M if kind.startswith('dw') else tiles.BLOCK_R} x {tile.BLOCK_N}"
         size += " of gate and of up" if kind == "gate_up" else ""
         strip = getattr(tile, "STRIP", 1)
-        many = f"strips of {strip}, {'one loop' if tile.FLATTEN else 'not one loop'}" if strip > 1 else "one a ticket"
+        many = f"strips of {strip}" if strip > 1 else "one a ticket"
+        many += ", flattened" if getattr(tile, "FLATTEN", False) else ""
         print(f"    {kind:10} tiles {size:27} {many:24} {tile.num_stages} stages, {tile.per_processor} on a processor")
 
 # %% [markdown]
@@ -482,8 +486,9 @@ for shape in ("qwen3-30b-a3b", "qwen3-235b-a22b"):
 #
 # `flatten` tells Triton to make one loop of two, over the tiles of a strip and over the steps of each. Its pipeline
 # then runs across the seam, and the next tile's loads start under this one's epilogue, as in the lowest timeline
-# above. (With one tile a ticket there is no seam, and the middle timeline applies.) That is allowed because no tile
-# here waits for another: all operands are there when the launch begins. A loop with a wait in it is not pipelined.
+# above. (With one tile a ticket there is no seam, and the middle timeline applies. dact is flattened all the same,
+# because what Triton makes of it came out faster.) It is allowed because no tile here waits for another: all operands
+# are there when the launch begins. A loop with a wait in it is not pipelined.
 #
 # The kernel of weight gradients steps over rows: one operand comes by descriptor, from blocks, the other by pointer,
 # from the tokens. Its tickets count through the experts longest first:
@@ -492,11 +497,30 @@ for shape in ("qwen3-30b-a3b", "qwen3-235b-a22b"):
 # --8<-- "mega_moe/kernels/persistent.py:weight_grad"
 # ```
 #
+# In lesson 3's kernel a step loads its tokens' numbers and then the tokens, and the chain of two loads cost it half of
+# its pipeline. Here `token` is carried around the loop: each step finds its numbers at hand, uses them, and loads those
+# of the next. So the gathered load is one level deep, like any other, and all stages hold tiles: with four of them
+# Triton 3.7 makes four buffers for sm_90, and tiles are under way for three steps. On an H200 this took up to 13 % off
+# the same kernel with both loads in one step.
+#
 # ??? abstract "gate_up with SwiGLU, and dact"
 #     ```python
 #     --8<-- "mega_moe/kernels/persistent.py:gate_up"
 #     --8<-- "mega_moe/kernels/persistent.py:dact"
 #     ```
+#
+# ### What was tried besides
+#
+# These seemed better on paper, and lost on an H200, each in one run with what is in use ([the
+# figures](../measuring.md#what-was-tried)):
+#
+# - *Strips of weight gradients, flattened*: more than twice the time, since a loop that loads its tokens' numbers itself
+#   is not pipelined once it is flattened. With one loop over strip and steps written by hand, and the numbers loaded a
+#   step ahead, it still took about a fifth more at the least.
+# - *Two small programs on a processor*, 128 × 128 tiles and 4 warps each, so that one multiplies during the other's
+#   epilogue: slower nearly everywhere, mostly by some 10 %. Smaller tiles load more for the same products.
+# - *Striding instead of tickets*, and all of a program's tiles one flattened loop: for down 10 to 20 % slower than
+#   tickets with strips of four.
 #
 # ## The recipe, and what changed in it
 #
@@ -614,7 +638,11 @@ else:
     print("Nothing is recorded yet. On a GPU, `make bench` measures.")
 
 # %% [markdown]
-# And where the rest goes, tile kind by tile kind: our products below the vendor's dense ones, split as above.
+# In the record of November 2026 both directions are faster than in lesson 3, on either layer, and a training step is
+# faster than on every rung below that was recorded with it. But backward on the larger layer only wins back what lesson
+# 3 had paid for its memory: it takes as long as on lesson 1's rung. Where does the time go, tile kind by tile kind? Our
+# products and the vendor's dense ones, split as above (down and dx, which give the line, now take strips of four and of
+# two):
 
 # %% tags=["hide-input"] alt="Measured time of the six products: the rung below beside the resident programs"
 resident = [name for name in ("persistent",) if rate_and_fixed(name)]
@@ -622,6 +650,8 @@ for contestant in [*below, *resident, "cublas"]:
     if found := rate_and_fixed(contestant):
         print(f"{contestant:12} {found[0]:5.1f} ns a unit of contraction, {found[1]:4.1f} us a tile")
 for shape in recorded:
+    if (shape, "persistent", "down") not in product_ms:
+        continue
     print(f"\n{shape:16}" + "".join(f"{kind:>12}" for kind in products(p)))
     for contestant in [*below, *resident, "cublas"]:
         times = [product_ms.get((shape, contestant, kind)) for kind in products(p)]

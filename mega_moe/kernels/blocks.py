@@ -144,7 +144,7 @@ def persistent(BLOCK_R: int, N: int, C: int, warps: int, stages: int, chunk: int
 FP32 = Blocks(
     rows=Rows(64, 64, 32, 8, 2),
     gate_up=Rows(64, 32, 32, 8, 2),
-    dact=Dact(64, 64, 32, 8, 2, CHUNK=32),
+    dact=Dact(64, 64, 32, 8, 2, CHUNK=16),
     weight_grad=WeightGrad(64, 64, 32, 8, 2),
     gathered_weight_grad=WeightGrad(64, 64, 32, 8, 2),
     elementwise=Elementwise(8, 128, 4),

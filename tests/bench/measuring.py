@@ -20,7 +20,6 @@ from torch import Tensor
 
 from mega_moe import Problem
 from mega_moe.parity import CHUNK, OUTPUTS, Oracle
-from mega_moe.registry import stage
 from mega_moe.roofline import useful_flops
 from mega_moe.routing import plan
 from mega_moe.samples import random_inputs
@@ -158,13 +157,12 @@ def measure_gemms(problem: Problem, wanted: Sequence[tuple[str, str]]) -> dict[t
     gemms = make(problem, plan(narrow.topk_ids, problem.E))
     measurements, laps = {}, {}
     for name, implementation in wanted:
-        why_not = stage("grouped").why_not(problem) if implementation == "grouped" else None
-        measurement = measurements[name, implementation] = Measurement(why_not=why_not)
+        measurement = measurements[name, implementation] = Measurement(why_not=gemms[name].why_not(implementation))
         if measurement.why_not:
             continue
         try:
-            product = gemms[name].run(implementation)
-            examine_gemm(measurement, gemms[name], implementation, product())
+            product, result = gemms[name].run(implementation)
+            examine_gemm(measurement, gemms[name], implementation, result(product()))
         except Exception:
             measurement.failure = traceback.format_exc()
         if not measurement.failure:
@@ -177,7 +175,7 @@ def measure_gemms(problem: Problem, wanted: Sequence[tuple[str, str]]) -> dict[t
     return measurements
 
 
-def lap_of_gemm(product: Callable[[], Tensor]) -> Lap:
+def lap_of_gemm(product: Callable[[], object]) -> Lap:
     """One product."""
 
     def lap(mark: Mark) -> None:

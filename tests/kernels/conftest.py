@@ -5,6 +5,7 @@ import pytest
 import torch
 from cases import DEVICE
 from memory import FramedMemory
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 @pytest.fixture
@@ -21,33 +22,37 @@ def watched_addresses(monkeypatch):
     kernel reads outside and then throws away changes no result; on a GPU it may still be a fault.)"""
     from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
-    arguments: list[torch.Tensor] = []
+    extents: list[tuple[int, int]] = []  # of each argument: its first address, and the one behind its last element
     call, load, store = (
         GridExecutor.__call__,
         InterpreterBuilder.create_masked_load,
         InterpreterBuilder.create_masked_store,
     )
 
+    def extent(t: torch.Tensor) -> tuple[int, int]:
+        past_the_last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) + 1
+        return t.data_ptr(), t.data_ptr() + past_the_last * t.element_size() * bool(t.numel())
+
     def watched_call(self, *args, **kwargs):
-        arguments[:] = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+        bases = [a.base if isinstance(a, TensorDescriptor) else a for a in (*args, *kwargs.values())]
+        extents[:] = [extent(a) for a in bases if isinstance(a, torch.Tensor)]
         return call(self, *args, **kwargs)
 
     def assert_inside(pointers, mask) -> None:
-        addresses = numpy.asarray(pointers.data)[numpy.asarray(mask.data)].astype(numpy.int64)
-        inside = numpy.zeros(addresses.shape, bool)
-        for t in arguments:
-            past_the_last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) + 1
-            first, end = t.data_ptr(), t.data_ptr() + past_the_last * t.element_size()
-            inside |= bool(t.numel()) & (first <= addresses) & (addresses < end)
-        assert inside.all(), "a kernel reaches outside its arguments"
+        """All of them inside one argument: what a kernel reads or writes at once belongs to one tensor."""
+        addresses = numpy.asarray(pointers.data)[numpy.asarray(mask.data, bool)]
+        if addresses.size:
+            lowest, highest = int(addresses.min()), int(addresses.max())
+            inside = any(first <= lowest and highest < end for first, end in extents)
+            assert inside, "a kernel reaches outside its arguments"
 
-    def watched_load(self, pointers, mask, *rest):
+    def watched_load(self, pointers, mask, *args, **options):
         assert_inside(pointers, mask)
-        return load(self, pointers, mask, *rest)
+        return load(self, pointers, mask, *args, **options)
 
-    def watched_store(self, pointers, value, mask, *rest):
+    def watched_store(self, pointers, value, mask, *args, **options):
         assert_inside(pointers, mask)
-        return store(self, pointers, value, mask, *rest)
+        return store(self, pointers, value, mask, *args, **options)
 
     monkeypatch.setattr(GridExecutor, "__call__", watched_call)
     monkeypatch.setattr(InterpreterBuilder, "create_masked_load", watched_load)

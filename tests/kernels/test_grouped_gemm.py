@@ -6,10 +6,9 @@ Operands are small whole numbers, so the right result is known to the bit.
 import pytest
 import torch
 from cases import DEVICE, framed, transposed
-from exact import plan_of, rows_of, same_values, whole
+from exact import grad, plan_of, product, same_values, whole
 
 from mega_moe.kernels.grouped_gemm import grouped_gemm, weight_grad
-from mega_moe.shapes import Plan
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TAILS = [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129]
@@ -25,19 +24,6 @@ ROUTINGS = {
     "no rows": [0, 0, 0],
 }
 nan = torch.nan
-
-
-def product(a: torch.Tensor, w: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """The specification of grouped_gemm: NaN in rows without an expert, as in framed memory."""
-    out = torch.full((len(a), w.shape[1]), nan, dtype=torch.float64, device=a.device)
-    for e, rows in enumerate(rows_of(plan)):
-        out[rows] = a[rows].double() @ w[e].double().T
-    return out.to(a.dtype)
-
-
-def grad(a: torch.Tensor, b: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """The specification of weight_grad."""
-    return torch.stack([a[rows].double().T @ b[rows].double() for rows in rows_of(plan)]).to(a.dtype)
 
 
 def test_grouped_gemm_does_its_example(framed_memory):

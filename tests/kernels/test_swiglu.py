@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 from cases import DEVICE, framed, transposed
-from exact import same_values
+from exact import same_values, swiglu_in_float64
 from torch import Tensor
 
 from mega_moe.kernels.swiglu import swiglu, swiglu_backward
@@ -39,22 +39,6 @@ def layer(R: int, I: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, P
     dact[plan.row_start[-1] :] = nan
     pre[plan.row_start[-1] :] = nan
     return dact, pre, torch.rand(R // K, K, device=DEVICE), plan
-
-
-def truth(dact: Tensor, pre: Tensor, topk_weights: Tensor, plan: Plan, limit: float | None) -> dict[str, Tensor]:
-    """Everything in float64, by autograd; NaN in rows without an expert, 0 for masked routes."""
-    live = slice(0, int(plan.row_start[-1]))
-    token, slot = plan.token_of_row[live], plan.slot_of_row[live]
-    d, wide = dact[live].double(), pre[live].double().requires_grad_()
-    weights = topk_weights.double().requires_grad_()
-    gate, up = wide.unbind(1)
-    if limit is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    act = torch.nn.functional.silu(gate) * up
-    weighted_act = weights[token, slot][:, None] * act
-    (weighted_act * d).sum().backward()
-    whole = lambda rows: torch.cat([rows, rows.new_full((len(pre) - len(rows), *rows.shape[1:]), nan)]).detach()
-    return dict(act=whole(act), dpre=whole(wide.grad), weighted_act=whole(weighted_act), dtopk_weights=weights.grad)
 
 
 def bounds(dact: Tensor, pre: Tensor, topk_weights: Tensor, plan: Plan, limit: float | None) -> dict[str, Tensor]:
@@ -96,7 +80,7 @@ def assert_near(got: Tensor, true: Tensor, bound: Tensor) -> None:
 
 def assert_true(dact: Tensor, pre: Tensor, topk_weights: Tensor, plan: Plan, limit: float | None = None) -> None:
     """All four results of the two kernels are near float64's."""
-    true, bound = (of(dact, pre, topk_weights, plan, limit) for of in (truth, bounds))
+    true, bound = (of(dact, pre, topk_weights, plan, limit) for of in (swiglu_in_float64, bounds))
     assert_near(swiglu(pre, plan, limit), true["act"], bound["act"])
     results = swiglu_backward(dact, pre, topk_weights, plan, limit, Need())
     for name, got in zip(("dpre", "weighted_act", "dtopk_weights"), results, strict=True):

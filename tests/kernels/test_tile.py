@@ -4,10 +4,20 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from cases import DEVICE, on_cpu
+from cases import DEVICE, framed, on_cpu, transposed
 from exact import plan_of, same_values, whole
 
-from mega_moe.kernels.tile import dot, narrow, rows_of_block, sigmoid
+from mega_moe import routing
+from mega_moe.kernels.tile import (
+    dot,
+    halves,
+    narrow,
+    route_of_row,
+    rows_at,
+    rows_of_block,
+    sigmoid,
+    weight_of_route,
+)
 
 
 @triton.jit
@@ -159,23 +169,126 @@ def test_canary_what_the_emulation_of_bf16_rests_on():
 
 
 @triton.jit
-def sigmoid_kernel(z_ptr, s_ptr, rest_ptr, N: tl.constexpr):
+def sigmoid_kernel(z_ptr, s_ptr, rest_ptr, N: tl.constexpr, dtype: tl.constexpr):
     i = tl.arange(0, N)
-    s, rest = sigmoid(tl.load(z_ptr + i))
+    s, rest = sigmoid(tl.load(z_ptr + i), dtype)
     tl.store(s_ptr + i, s)
     tl.store(rest_ptr + i, rest)
 
 
+def sigmoids(z: torch.Tensor, dtype: tl.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """s and 1 - s, as exact as dtype deserves."""
+    s, rest = torch.empty_like(z), torch.empty_like(z)
+    sigmoid_kernel[(1,)](z, s, rest, len(z), dtype)
+    return s, rest
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # numpy's: exp(1e4) is Inf, as it should be
-def test_sigmoid():
+@pytest.mark.parametrize("dtype", [tl.float32, tl.bfloat16, tl.float16], ids=str)
+def test_sigmoid(dtype):
     z = torch.tensor([-torch.inf, -1e4, -88, -30, -8, -1e-3, -0.0, 0, 1e-3, 8, 30, 88, 1e4, torch.inf, 0.5, torch.nan])
-    z, s, rest = z.to(DEVICE), torch.empty(16, device=DEVICE), torch.empty(16, device=DEVICE)
-    sigmoid_kernel[(1,)](z, s, rest, 16)
-    finite = z.isfinite()
-    # exp2 is off by up to 4 * 2^-24; where nothing fuses a multiply-add (numpy), exp(z) also carries z's own rounding
-    loss = 8 + (0 if DEVICE == "cuda" else 2 * z.double().abs())
-    for got, truth in ((s, z.double().sigmoid()), (rest, (-z.double()).sigmoid())):
-        bound = loss * 2.0**-24 * truth + torch.finfo(torch.float32).tiny  # smaller than normal numbers may become 0
-        assert ((got.double() - truth).abs() <= bound)[finite].all()
+    z = z.to(DEVICE)
+    s, rest = sigmoids(z, dtype)
+    finite, truth, true_rest = z.isfinite(), z.double().sigmoid(), (-z.double()).sigmoid()
+    # exp2 is off by up to 4 * 2^-24; where nothing corrects it or fuses multiply-adds, exp(z) carries z's own rounding.
+    loss = 8 + (0 if DEVICE == "cuda" and dtype == tl.float32 else 2 * z.double().abs())
+    bound = lambda t: loss * 2.0**-24 * t + torch.finfo(torch.float32).tiny  # smaller than normal numbers may become 0
+    assert ((s.double() - truth).abs() <= bound(truth))[finite].all()
+    subtracted = 0 if dtype == tl.float32 else 2.0**-22  # half precision: rest is what is left of 1
+    assert ((rest.double() - true_rest).abs() <= bound(true_rest) + subtracted)[finite].all()
     assert (s[0], s[1], s[12], s[13]) == (0, 0, 1, 1) and s[15].isnan()
     assert (rest[0], rest[1], rest[12], rest[13]) == (1, 1, 0, 0) and rest[15].isnan()
+
+
+@pytest.mark.parametrize("dtype, half_ulp", [(tl.bfloat16, 2.0**-9), (tl.float16, 2.0**-12)], ids=str)
+def test_sigmoid_is_exact_enough_for_half_precision(dtype, half_ulp):
+    """silu and its derivative, as an epilogue makes them, are off by far less than their rounding."""
+    z = torch.linspace(-16, 16, 4096, device=DEVICE)
+    s, rest = sigmoids(z, dtype)
+    wide, s, rest = z.double(), s.double(), rest.double()
+    true_s, true_rest = wide.sigmoid(), (-wide).sigmoid()
+    assert ((wide * s - wide * true_s).abs() <= half_ulp / 64 * (wide * true_s).abs()).all()
+    derivative, terms = true_s + wide * true_s * true_rest, true_s + (wide * true_s * true_rest).abs()
+    assert ((s + wide * s * rest - derivative).abs() <= half_ulp / 64 * terms).all()
+
+
+@triton.jit
+def halves_kernel(tile_ptr, left_ptr, right_ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row, column, half = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :], tl.arange(0, COLUMNS // 2)[None, :]
+    left, right = halves(tl.load(tile_ptr + row * COLUMNS + column), ROWS, COLUMNS)
+    tl.store(left_ptr + row * (COLUMNS // 2) + half, left)
+    tl.store(right_ptr + row * (COLUMNS // 2) + half, right)
+
+
+@pytest.mark.parametrize("rows, columns", [(16, 32), (32, 2), (4, 64)])
+def test_halves(rows, columns):
+    tile = torch.arange(rows * columns, dtype=torch.float32, device=DEVICE).view(rows, columns)
+    left, right = tile.new_empty(rows, columns // 2), tile.new_empty(rows, columns // 2)
+    halves_kernel[(1,)](tile, left, right, rows, columns)
+    assert torch.equal(torch.cat([left, right], 1), tile)
+
+
+@triton.jit
+def rows_at_kernel(ptr, out_ptr, stride, N: tl.constexpr):
+    r = tl.arange(0, N)
+    at = rows_at(ptr, r, stride)
+    if at is not None:
+        tl.store(out_ptr + r, tl.load(at))
+    else:
+        tl.store(out_ptr + r, -1.0)
+
+
+def test_rows_at():
+    t, out = torch.arange(24.0, device=DEVICE).view(8, 3), torch.empty(8, device=DEVICE)
+    rows_at_kernel[(1,)](t, out, 3, 8)
+    assert torch.equal(out, t[:, 0])
+    rows_at_kernel[(1,)](None, out, 3, 8)
+    assert (out == -1).all()
+
+
+@triton.jit
+def far_rows_kernel(ptr, out_ptr, stride, N: tl.constexpr):
+    at = rows_at(ptr, tl.arange(0, N), stride)
+    tl.store(out_ptr + tl.arange(0, N), at.to(tl.int64, bitcast=True))
+
+
+def test_rows_at_counts_in_64_bits():
+    """The last row begins 7 * 2^30 elements of 4 bytes behind the first. Nothing is read there."""
+    t, out = torch.empty(1, device=DEVICE), torch.empty(8, dtype=torch.int64, device=DEVICE)
+    far_rows_kernel[(1,)](t, out, 2**30, 8)
+    assert [at - t.data_ptr() for at in out.tolist()] == [r * 2**32 for r in range(8)]
+
+
+@triton.jit
+def route_kernel(
+    token_of_row_ptr,
+    slot_of_row_ptr,
+    topk_weights_ptr,
+    route_ptr,  # (N,) written
+    weight_ptr,  # (N,) written
+    end,
+    stride_t,
+    stride_k,
+    K: tl.constexpr,
+    N: tl.constexpr,
+):
+    r = tl.arange(0, N)
+    route = route_of_row(r, r < end, token_of_row_ptr, slot_of_row_ptr, K)
+    tl.store(route_ptr + r, route)
+    tl.store(weight_ptr + r, weight_of_route(route, r < end, topk_weights_ptr, stride_t, stride_k, K))
+
+
+@pytest.mark.parametrize(
+    "lay_out",
+    [lambda w: w, transposed, lambda w: framed(w, gap=2, offset=1)],
+    ids=["contiguous", "transposed", "framed in NaN"],
+)
+def test_the_route_and_the_weight_of_a_row(lay_out):
+    """Rows behind the live ones, whose token may be -1 or not there at all, get route 0 and weight 0."""
+    K, plan = 3, routing.plan(torch.tensor([[2, 0, 1], [0, -1, 2], [2, 2, -1]], device=DEVICE), 3)
+    weights = lay_out(torch.tensor([[1.0, 2, 3], [4, torch.nan, 6], [7, 8, torch.nan]], device=DEVICE))
+    route = torch.empty(16, dtype=torch.int64, device=DEVICE)
+    weight = torch.empty(16, device=DEVICE)
+    route_kernel[(1,)](plan.token_of_row, plan.slot_of_row, weights, route, weight, 7, *weights.stride(), K=K, N=16)
+    assert route[:7].tolist() == [1, 3, 2, 0, 5, 6, 7] and not route[7:].any()
+    assert weight[:7].tolist() == [2, 4, 3, 1, 6, 7, 8] and not weight[7:].any()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from cases import DEVICE, framed, transposed
 
-from mega_moe.kernels.weights import ALIGNMENT, copied_bytes, readable
+from mega_moe.kernels.weights import ALIGNMENT, aligned, copied_bytes, readable
 from mega_moe.shapes import Inputs
 
 E, I, H = 3, 24, 40  # rows of 80 or 48 bytes in bf16: multiples of 16
@@ -32,10 +32,8 @@ IN_PLACE = {
     "every other expert": lambda: gate_up()[::2],
     "rows padded to 16 bytes": lambda: framed(down(), gap=8, offset=8),
     "gate and up with padded rows": lambda: framed(gate_up(), gap=8, offset=8),
-    "one expert for all (stride zero)": lambda: down()[:1].expand(5, -1, -1),
-    "one row for all (stride zero)": lambda: down()[:, :1].expand(-1, H, -1),
 }
-COPIED = {
+COPIED = {  # those of stride zero, too: a bulk copy engine steps through memory, and refuses to stand still
     "transposed": lambda: transposed(down()),
     "gate and up transposed": lambda: transposed(gate_up()),
     "unaligned address": lambda: framed(down(), gap=8, offset=1),
@@ -43,6 +41,8 @@ COPIED = {
     "rows of 50 bytes": lambda: torch.randn(E, H, 25, device=DEVICE).bfloat16(),
     "gate and up interleaved": interleaved,
     "a stack of gates and a stack of ups": lambda: torch.stack([gate_up()[:, 0], gate_up()[:, 1]]).transpose(0, 1),
+    "one expert for all (stride zero)": lambda: down()[:1].expand(5, -1, -1),
+    "one row for all (stride zero)": lambda: down()[:, :1].expand(-1, H, -1),
     "one number (stride zero)": lambda: down()[:1, :1, :1].expand(E, H, I),
     "one column for all (stride zero)": lambda: down()[..., :1].expand(-1, -1, I),
     "gate shared with up (stride zero)": lambda: gate_up()[:, :1].expand(-1, 2, -1, -1),
@@ -65,7 +65,7 @@ def assert_layout(matrices: torch.Tensor) -> None:
     """What every kernel may rely on."""
     assert matrices.dim() == 3 and matrices.stride(2) == 1
     assert matrices.data_ptr() % ALIGNMENT == 0
-    assert all(stride * matrices.element_size() % ALIGNMENT == 0 for stride in matrices.stride()[:2])
+    assert all(stride > 0 and stride * matrices.element_size() % ALIGNMENT == 0 for stride in matrices.stride()[:2])
 
 
 @pytest.mark.parametrize("make", IN_PLACE.values(), ids=list(IN_PLACE))
@@ -93,3 +93,16 @@ def test_a_copy_leaves_the_weight_alone():
     before = w.clone()
     readable(w)
     assert torch.equal(w, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("columns", [1, 3, 4, 7, 8, 9, 64])
+def test_aligned(columns, dtype):
+    """Rows of this many columns, each beginning on 16 bytes, with no more padding than that takes."""
+    like = torch.empty(1, dtype=dtype, device=DEVICE)
+    for shape in ((5, columns), (2, 3, columns)):
+        t = aligned(shape, like)
+        assert t.shape == shape and t.dtype == dtype and t.device == like.device
+        assert t.data_ptr() % ALIGNMENT == 0 and t.stride(-1) == 1
+        row = t.stride(-2) * t.element_size()
+        assert row % ALIGNMENT == 0 and row < columns * t.element_size() + ALIGNMENT
