@@ -15,19 +15,22 @@ from cases import DEVICE, poisoned
 from mega_moe.registry import LADDER, Rung, stage
 from mega_moe.shapes import PRESETS
 
-SLICES = {"a rung": 60, "compile": 120, "cross-compile": 120, "lessons": 120, "the rest": 150}
+SLICES = {"a rung": 60, "kernels": 90, "compile": 120, "cross-compile": 120, "lessons": 120, "the rest": 150}
 """Seconds of one core that each part of the suite may take on a CPU, so that all of it stays within ten minutes on two
-cores as the ladder grows. Each rung has a slice of its own."""
+cores as the ladder grows. Each rung has a slice of its own; so have the tests of single kernels, of which every rung
+adds some."""
 
 PARTS = {
     "test_compile": "compile",
     "cross_compile": "cross-compile",
+    "kernels/": "kernels",
     "test_lessons": "lessons",
     "test_site": "lessons",
     "test_module": "the rest",
     "test_faults": "the rest",  # they test the tests
 }
-"""The slice of a file whose name contains the word. Elsewhere a test that runs on a rung counts to that rung."""
+"""The slice of a file whose name, with its folder's, contains the word: that of the first that does. Elsewhere a test
+that runs on a rung counts to that rung."""
 
 
 @pytest.hookimpl(trylast=True)  # after the test's own parameters: the rungs follow each other within a case
@@ -94,7 +97,8 @@ def slice_of(item: pytest.Item) -> str:
     """Whose time a test's is."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
     elsewhere = f"rung {params['rung']}" if "rung" in params else "the rest"
-    return next((part for word, part in PARTS.items() if word in item.path.stem), elsewhere)
+    name = f"{item.path.parent.name}/{item.path.stem}"
+    return next((part for word, part in PARTS.items() if word in name), elsewhere)
 
 
 class Slices:

@@ -90,6 +90,7 @@ def test_blocks_of_a_descriptor_are_not_changed_behind_its_back():
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_kernel_for_every_target(target, dtype, cross_compile):
+    """Masks for tails and SwiGLU's clamp take registers that dact's epilogue does not have: there it may spill."""
     chosen = ("--target", target, "--dtype", dtype, "--rare")
-    assert not faults(cross_compile(*chosen, "--layer", *PRESETS, "tails"))
-    assert not faults(cross_compile(*chosen, "--layer", "odd", "one", "--may-spill"))
+    assert not faults(cross_compile(*chosen, "--layer", *PRESETS))
+    assert not faults(cross_compile(*chosen, "--layer", "tails", "odd", "one", "--may-spill"))
