@@ -37,6 +37,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads this when it is imported, below
 
+import mega_moe
 from mega_moe import LADDER, Problem, roofline
 from mega_moe.kernels.blocks import blocks_of_target
 from mega_moe.kernels.combine import sum_slots
@@ -204,7 +205,7 @@ def peak(bill, MiB, before=()):
     return max(sum(existing.values()) for existing in alive(bill, MiB, before))
 
 
-records = sorted(Path("docs/results").glob("*.json"))
+records = sorted(Path(mega_moe.__file__).parents[1].glob("docs/results/*.json"))
 record = json.loads(records[-1].read_text()) if records else {"rows": [], "problems": {}}
 recorded = {(r["shape"], r["contestant"], r["gemm"] or r["direction"]): r for r in record["rows"]}
 
@@ -273,7 +274,7 @@ dy = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [1.0, -1.0]])
 T, K, E = 4, 2, 3
 plan = make_plan(topk_ids, E)
 
-# %% tags=["hide-input"] alt="Rows of three tiles point to tokens of x; their results are stored in the slots of tokens"
+# %% tags=["hide-input"] alt="Rows of three tiles are loaded from tokens of x; their results are stored in the slots of tokens"
 COLOURS = ["#2e6f9e", "#c0662b", "#5f8a3a"]  # experts 0, 1, 2 in every figure
 BLOCK_R = 4
 row_start, token_of_row = plan.row_start.tolist(), plan.token_of_row.tolist()
@@ -315,11 +316,13 @@ for e in range(E):
         style = dict(facecolor=COLOURS[e]) if live else dict(edgecolor=COLOURS[e], linestyle=":")
         box(4, height, f"row {row}" if live else "repeats", 1.5, **style)
         line = {} if live else dict(linestyle=":", linewidth=1)
-        arrow((3.25, height), (0.45, height_of_token[token]), COLOURS[e], **line)
+        arrow((0.45, height_of_token[token]), (3.25, height), COLOURS[e], **line)
         if live:
             to = height_of_token[token]
             if slot_of_row[row]:
-                arrow((4.75, height), (9.3, to + (0.36 if height > to else -0.36)), COLOURS[e])
+                side = 1 if height > to else -1  # past the token's first slot, above or below it
+                axes.plot([4.75, 7.1], [height, to + 0.75 * side], color=COLOURS[e], linewidth=1.5)
+                arrow((7.1, to + 0.75 * side), (9.3, to + 0.36 * side), COLOURS[e])
             else:
                 arrow((4.75, height), (7.35, to), COLOURS[e])
     axes.text(4, 11.75 - 4.3 * e, f"a tile of expert {e}", ha="center", color=COLOURS[e], weight="bold")
@@ -380,7 +383,7 @@ plt.show()
 # address comes from another load. Triton starts loads some steps ahead, and a chain of two loads shares that lead
 # between them. With `num_stages=4` on sm_90 the contiguous kernel has four buffers of tiles, and tiles are under way
 # for three steps; this one would have two, and one step. So it asks for six stages, of which three are left for the
-# tiles (so Triton 3.7 compiles it):
+# tiles (so Triton 3.7 compiles it; the record of November 2026 was taken with 3.6):
 
 # %% tags=["hide-input"] alt="Loads under way while a step is multiplied: three steps ahead contiguous; gathered one or two"
 _, axes = plt.subplots(figsize=(10, 3), layout="constrained")
@@ -556,8 +559,8 @@ for fault, *plans in (
 #
 # ## Is it fast, and is it small?
 #
-# From the [recorded runs](../results.md), forward and backward together, beside what the list of launches predicted:
-# the least time of each launch added up, and the peak of what is alive.
+# From the [recorded runs](../results.md), each direction alone and both together, beside what the list of launches
+# predicted for both: the least time of each launch added up, and the peak of what is alive.
 
 # %% tags=["hide-input"]
 both = "forward+backward"
@@ -566,35 +569,39 @@ if records:
     print(f"{machine['device']}, {machine['date']}, torch {machine['torch']}, triton {machine['triton']}, medians")
 for name in record["problems"]:
     p, MiB_of = PRESETS[name], sizes(PRESETS[name])
-    print(f"\n{name:34}{'ms':>8}{'at least':>10}{'peak MiB':>12}{'predicted':>11}")
+    heads = ("forward ms", "backward", "both", "at least", "peak MiB", "predicted")
+    print(f"\n{name:30}" + "".join(f"{head:>11}" for head in heads))
     for contestant in ("swiglu", "gather", "torch-compiled", "cublas"):
-        row = recorded.get((name, contestant, both))
-        if not row:
+        timed = [recorded.get((name, contestant, direction)) for direction in ("forward", "backward", both)]
+        if not all(timed):
             continue
-        cells = [f"{row['ms']['median']:.2f}", "", f"{row['peak_bytes'] / 2**20:.0f}" if row["peak_bytes"] else "", ""]
+        row = timed[-1]
+        cells = [f"{of['ms']['median']:.2f}" for of in timed]
+        cells += ["", f"{row['peak_bytes'] / 2**20:.0f}" if row["peak_bytes"] else "", ""]
         if contestant in FORWARD:
             bill = FORWARD[contestant] + BACKWARD[contestant]
-            cells[1] = f"{sum(bound(launch, p, MiB_of)[0] for launch in bill):.2f}"
-            cells[3] = f"{peak(bill, MiB_of):.0f}"
-        print("{:34}{:>8}{:>10}{:>12}{:>11}".format(row["label"], *cells))
+            cells[3] = f"{sum(bound(launch, p, MiB_of)[0] for launch in bill):.2f}"
+            cells[5] = f"{peak(bill, MiB_of):.0f}"
+        print(f"{row['label']:30}" + "".join(f"{text:>11}" for text in cells))
     for (shape_of, contestant, gemm), row in recorded.items():
         if shape_of == name and contestant == "gather" and row["gemm"]:
             contiguous = recorded.get((name, "swiglu", gemm)) or recorded.get((name, "grouped", gemm))
             cells = [f"{row['ms']['median']:.2f} ms" if row else "–" for row in (contiguous, row)]
             print(f"    {gemm + ' alone':20} rung below {cells[0]:>8}   here {cells[1]:>8}")
-if not any((name, "gather", both) in recorded for name in record["problems"]):
+if not records:
+    print("No record is here: recorded runs are in docs/results of the checkout. On a GPU, `make bench` measures.")
+elif not any((name, "gather", both) in recorded for name in record["problems"]):
     print("\nThis rung is not recorded yet. On a GPU, `make bench` measures.")
 
 # %% [markdown]
 # The list leaves out the plan and the router's gradient, 2 MiB here, and its times are a bound: they let x come from
 # memory once, though each of its rows is read K times and the cache does not hold all of it.
 #
-# The memory is what was promised, to the last few MiB. The time is a mixed bag. Forward is faster ([lesson
-# 4](s4_persistent.md#is-it-fast) has its times): gate_up and dact gather at no cost that one could see, down and drows
-# store by slot for a few percent more, and the copies are gone. But in the record of November 2026 gathered weight
-# gradients take nearly a third longer than contiguous ones. What that adds is several times what their copies need at
-# the least, and so the training step as a whole is *slower* than on the rung below. This rung trades time for memory.
-# The next one wins the time back.
+# The memory is what was promised, to the last few MiB. The time is a mixed bag. Forward is faster: gate_up and dact
+# gather at no cost that one could see, down and drows store by slot for a few percent more, and the copies are gone.
+# But in the record of November 2026 gathered weight gradients take nearly a third longer than contiguous ones. What
+# that adds is several times what their copies need at the least, and so backward, and the training step as a whole, is
+# *slower* than on the rung below. This rung trades time for memory. The next one wins the time back.
 #
 # What is left? The copies are gone, and the rest is products that each take longer than their bound. A program begins
 # by looking for its expert, waits for its first tiles, multiplies, writes, and ends; another takes its place and waits

@@ -16,7 +16,7 @@
 #
 # You will learn
 #
-# - how to split a kernel's time into what grows with the work and what every tile pays;
+# - how to split a kernel's time into what grows with the work and the rest, and what such a split is worth;
 # - how programs share uneven tiles without talking: by *tickets*, and with the longest first;
 # - why the order of tickets is an order of bytes in the L2 cache;
 # - what a *descriptor* asks of a layout, and why some padding must be zeros and some may be anything;
@@ -27,6 +27,7 @@
 # %%
 import difflib
 import heapq
+import inspect
 import json
 import os
 from dataclasses import replace
@@ -40,6 +41,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads this when it is imported, below
 
+import mega_moe
 from mega_moe import LADDER, Problem, roofline, routing
 from mega_moe.kernels import persistent as kernels
 from mega_moe.kernels.blocks import blocks_of_target, nearest, persistent_for
@@ -49,7 +51,7 @@ from mega_moe.parity import Oracle
 from mega_moe.roofline import Cost
 from mega_moe.samples import random_inputs
 from mega_moe.shapes import PRESETS, Inputs
-from mega_moe.stages import s4_persistent
+from mega_moe.stages import s3_gather, s4_persistent
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.set_default_device(device)
@@ -118,12 +120,12 @@ for shape in ("qwen3-30b-a3b", "qwen3-235b-a22b"):
 # %% [markdown]
 # The shallower, the worse: a weight gradient has as many rows to sum as its expert has, 1,024 on average, however
 # large the model. So much for round figures. The record is taken under load, at the power limit, where the card lowers
-# its clocks. Two of our products, down and dx, are one kernel at two depths. Through their times, of every layer whose
-# products were recorded, we lay a line; its slope is $a$ and its foot is $b$:
+# its clocks. Two of our products, down and dx, are one kernel at two depths, and neither gathers. Each layer whose
+# products were recorded gives these two points. We lay a line by them; its slope is $a$ and its foot is $b$:
 
 # %% tags=["hide-input"]
 INK = "#1f2430"
-records = sorted(Path("docs/results").glob("*.json"))
+records = sorted(Path(mega_moe.__file__).parents[1].glob("docs/results/*.json"))
 record = json.loads(records[-1].read_text()) if records else {"rows": []}
 product_ms = {
     (row["shape"], row["contestant"], {"drows": "dx"}.get(row["gemm"], row["gemm"])): row["ms"]["median"]
@@ -141,33 +143,45 @@ def tile_us(shape, contestant, kind):
 
 
 def rate_and_fixed(contestant):
-    """a in nanoseconds a unit of contraction and b in microseconds a tile, by least squares; None without times."""
-    line = [
+    """a in nanoseconds a unit of contraction, b in microseconds a tile, and how many points gave them; or None."""
+    points = [
         (products(recorded[shape])[kind][2], tile_us(shape, contestant, kind))
         for shape in recorded
         for kind in ("down", "dx")
         if tile_us(shape, contestant, kind)
     ]
-    if len(line) < 2:
+    if len(points) < 2:
         return None
-    slope, fixed = np.polyfit(*zip(*line), 1)
-    return slope * 1e3, fixed
+    slope, fixed = np.polyfit(*zip(*points), 1)
+    return slope * 1e3, fixed, len(points)
+
+
+def fixed_cost(us):
+    """b in words; what is not above zero is no cost, but the error of the line."""
+    return f"{us:.1f}" if us > 0.05 else "lost in the error"
 
 
 below = [name for name in ("grouped", "swiglu", "gather") if rate_and_fixed(name)][-1:]
-print(f"{'':24} a: ns a unit of C   b: us a tile")
+print(f"{'':24} a: ns a unit of C        b: us a tile   points")
 for contestant in [*below, "cublas"]:
     if found := rate_and_fixed(contestant):
-        print(f"{contestant:24} {found[0]:17.1f} {found[1]:14.1f}")
-print(f"{'by the data sheet':24} {2 * 128 * 256 / h200.tflops(p.dtype) * PROCESSORS / 1e3:17.1f} {0:14.1f}")
+        print(f"{contestant:24} {found[0]:17.1f} {fixed_cost(found[1]):>19} {found[2]:8}")
+print(f"{'by the data sheet':24} {2 * 128 * 256 / h200.tflops(p.dtype) * PROCESSORS / 1e3:17.1f} {'none':>19}")
+if not records:
+    print("No record is here: recorded runs are in docs/results of the checkout. On a GPU, `make bench` measures.")
 
 # %% [markdown]
-# What $a$ exceeds the vendor's by is lost in the loop; what is lost around it is $b$. (From so few points $b$ is known
-# to a microsecond or so: the vendor's tiles do not cost less than nothing.) Now all six products, split by that slope. Dark is the bound of the roofline: all arithmetic at the rate of the data sheet, since memory, with every
-# operand read once, needs less. Light is what the measured rate adds. Orange is the rest: what tiles cost besides.
+# Two points always lie on a line, so where there are no more it is an illustration and cannot say how wrong it is. A
+# foot at zero or below it, for one, only tells that the two depths differ in something else than $C$. Taken so: what
+# $a$ exceeds the vendor's by is lost in the loop, and what is lost around it is $b$.
+#
+# Now all six products, split by that slope. Dark is the bound of the roofline: all arithmetic at the rate of the data
+# sheet, since memory, with every operand read once, needs less. Light is what the slope of down and dx adds. Orange is
+# *the rest*. That is the fixed cost of tiles, and whatever makes a step dearer than a step of down or dx: all but these
+# two gather an operand, and pay for it at every step.
 
 
-# %% tags=["hide-input"] alt="Measured time of the six products, split into arithmetic and fixed cost of tiles"
+# %% tags=["hide-input"] alt="Measured time of the six products, split into bound, what the slope adds, and the rest"
 def bound_ms(p, kind):
     rows, columns, C = products(p)[kind]
     cost = Cost(2 * rows * columns * C, (rows * C + p.E * columns * C + rows * columns) * p.dtype.itemsize)
@@ -193,7 +207,7 @@ def draw_products(contestants):
             axes.text(ms, height, f" {1 - looped / ms:.0%}", va="center", color="#c0662b", fontsize=9)
             ticks[height] = f"{kind}, {contestant}" if len(contestants) > 1 else kind
         axes.set_yticks([*ticks], [*ticks.values()])
-        axes.set(title=shape, xlabel="ms; orange: fixed cost, and its share of all")
+        axes.set(title=shape, xlabel="ms; orange: the rest, and its share of all")
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.margins(x=0.12)
         axes.tick_params(left=False)
@@ -205,16 +219,21 @@ if below:
     draw_products(below)
 
 # %% [markdown]
-# What can be done about a cost that every tile has? Hide it. While one tile is being multiplied the next can be looked
-# up, and while one is in its epilogue the loads of the next can run, if only somebody asks for them. A program that
-# ends cannot, and the one that takes its place on the processor is not born yet. A program that stays can.
+# What can be done about the part that every tile pays? Hide it. While one tile is being multiplied the next can be
+# looked up, and while one is in its epilogue the loads of the next can run, if only somebody asks for them. A program
+# that ends cannot, and the one that takes its place on the processor is not born yet. A program that stays can.
 
 # %% tags=["hide-input"] alt="One program a tile; a resident program that looks ahead; and one whose loads never stop"
 COLOURS = ["#2e6f9e", "#c0662b", "#5f8a3a"]  # three tiles in turn; experts 0, 1, 2 elsewhere
 FIND, FILL, LOOP, EPILOGUE, START = 1.2, 0.8, 4.0, 1.2, 0.3
 _, panels = plt.subplots(3, 1, figsize=(10, 4.8), sharex=True, layout="constrained")
 for axes, way in zip(
-    panels, ("one program a tile", "resident, one ticket ahead", "resident, and all tiles are one loop")
+    panels,
+    (
+        "one program a tile",
+        "resident: looks up one ticket ahead, draws two ahead",
+        "resident, and the tiles of a strip are one loop",
+    ),
 ):
     now = 0.0  # when the tile before is done
     for tile, colour in enumerate(COLOURS):
@@ -470,9 +489,9 @@ for shape in ("qwen3-30b-a3b", "qwen3-235b-a22b"):
 # %% [markdown]
 # ## The kernels
 #
-# All four have one shape, and are always two tickets ahead: while a program multiplies one tile, it looks the next one
-# up, and draws the number of the one after. An atomic or a lookup takes long to answer; asked early, the answer is
-# there when it is wanted. Here is the kernel that is down forward and dx backward:
+# All four have one shape. A program looks up one ticket ahead and draws two ahead: while it multiplies, it looks up
+# what the next ticket means, and draws the number of the one after. An atomic or a lookup takes long to answer; asked
+# early, the answer is there when it is wanted. Here is the kernel that is down forward and dx backward:
 #
 # ```python
 # --8<-- "mega_moe/kernels/persistent.py:slots"
@@ -486,9 +505,10 @@ for shape in ("qwen3-30b-a3b", "qwen3-235b-a22b"):
 #
 # `flatten` tells Triton to make one loop of two, over the tiles of a strip and over the steps of each. Its pipeline
 # then runs across the seam, and the next tile's loads start under this one's epilogue, as in the lowest timeline
-# above. (With one tile a ticket there is no seam, and the middle timeline applies. dact is flattened all the same,
-# because what Triton makes of it came out faster.) It is allowed because no tile here waits for another: all operands
-# are there when the launch begins. A loop with a wait in it is not pipelined.
+# above. It is allowed because no tile here waits for another: all operands are there when the launch begins. A loop
+# with a wait in it is not pipelined. With one tile a ticket there is no seam, and the middle timeline applies: then
+# `flatten` changes only what the compiler makes of the same loop. dact, which takes one tile a ticket, is flattened
+# for no better reason than that it came out faster.
 #
 # The kernel of weight gradients steps over rows: one operand comes by descriptor, from blocks, the other by pointer,
 # from the tokens. Its tickets count through the experts longest first:
@@ -500,8 +520,8 @@ for shape in ("qwen3-30b-a3b", "qwen3-235b-a22b"):
 # In lesson 3's kernel a step loads its tokens' numbers and then the tokens, and the chain of two loads cost it half of
 # its pipeline. Here `token` is carried around the loop: each step finds its numbers at hand, uses them, and loads those
 # of the next. So the gathered load is one level deep, like any other, and all stages hold tiles: with four of them
-# Triton 3.7 makes four buffers for sm_90, and tiles are under way for three steps. On an H200 this took up to 13 % off
-# the same kernel with both loads in one step.
+# Triton 3.7 makes four buffers for sm_90 (times are of the version that the record names, 3.6 in November 2026), and
+# tiles are under way for three steps. On an H200 this took up to 13 % off the same kernel with both loads in one step.
 #
 # ??? abstract "gate_up with SwiGLU, and dact"
 #     ```python
@@ -519,8 +539,9 @@ for shape in ("qwen3-30b-a3b", "qwen3-235b-a22b"):
 #   step ahead, it still took about a fifth more at the least.
 # - *Two small programs on a processor*, 128 × 128 tiles and 4 warps each, so that one multiplies during the other's
 #   epilogue: slower nearly everywhere, mostly by some 10 %. Smaller tiles load more for the same products.
-# - *Striding instead of tickets*, and all of a program's tiles one flattened loop: for down 10 to 20 % slower than
-#   tickets with strips of four.
+# - *Striding instead of tickets*, and all of a program's tiles one flattened loop: for down and dx 12 to 17 % slower
+#   than the best of tickets and strips. Their tiles are all equally long, so tickets have nothing to even out there,
+#   and why striding loses is not understood. For gate_up it made no difference.
 #
 # ## The recipe, and what changed in it
 #
@@ -528,8 +549,8 @@ for shape in ("qwen3-30b-a3b", "qwen3-235b-a22b"):
 # and hands it to every kernel. The order of the steps is the same, and so is what is saved.
 
 # %% tags=["hide-input"]
-stages = [Path("mega_moe/stages") / name for name in ("s3_gather.py", "s4_persistent.py")]
-code = [path.read_text().split("\nfrom torch import Tensor\n")[1].splitlines() for path in stages]
+stages = [inspect.getsource(stage) for stage in (s3_gather, s4_persistent)]
+code = [source.split("\nfrom torch import Tensor\n")[1].splitlines() for source in stages]
 for line in list(difflib.unified_diff(*code, n=1, lineterm=""))[2:]:
     print("" if line.startswith("@@") else line)
 
@@ -618,48 +639,64 @@ print("1 program or 7, longest or shortest first: the same bits, y and all gradi
 # ## Is it fast?
 #
 # From [recorded runs](../results.md), all in one, with parity checked in the same run ([how](../measuring.md)): the
-# rungs, what people use, and the dense products of the same flops.
+# rungs, what people use, and the dense products of the same flops. Under each table: each direction beside plain torch
+# under torch.compile.
 
 # %% tags=["hide-input"]
 if records:
     machine = record["machine"]
     print(f"{machine['device']}, {machine['date']}, torch {machine['torch']}, triton {machine['triton']}, medians")
     for shape, p in recorded.items():
-        print(f"\n{shape:46}{'forward':>20}{'forward + backward':>22}")
+        print(f"\n{shape:46}{'forward ms':>11}{'backward':>11}{'both':>11}{'TF/s':>7}")
         times = {(r["contestant"], r["direction"]): r for r in record["rows"] if r["shape"] == shape and not r["gemm"]}
         for contestant in dict.fromkeys(name for name, _ in times if name != "reference"):
-            both = [times.get((contestant, direction)) for direction in ("forward", "forward+backward")]
-            if all(both):
-                cells = [f"{row['ms']['median']:.2f} ms, {row['tflops']:3.0f} TF/s" for row in both]
-                print(f"{both[0]['label']:46}{cells[0]:>20}{cells[1]:>22}")
+            timed = [times.get((contestant, direction)) for direction in ("forward", "backward", "forward+backward")]
+            if all(timed):
+                cells = "".join(f"{row['ms']['median']:11.2f}" for row in timed)
+                print(f"{timed[0]['label']:46}{cells}{timed[-1]['tflops']:7.0f}")
         allowed = [roofline.allowed_ms(p, direction, h200) for direction in roofline.DIRECTIONS]
-        print(f"{'the ceiling, by the data sheet':46}{allowed[0]:>9.2f} ms{'':8}{sum(allowed):>11.2f} ms")
+        print(f"{'the ceiling, by the data sheet':46}{allowed[0]:11.2f}{allowed[1]:11.2f}{sum(allowed):11.2f}")
+        for direction in roofline.DIRECTIONS:
+            ours, theirs = (times.get((name, direction)) for name in ("persistent", "torch-compiled"))
+            if ours and theirs:
+                ratio = ours["ms"]["median"] / theirs["ms"]["median"]
+                print(f"    {direction:8} persistent takes {ratio:.2f} times as long as plain torch, torch.compile")
 else:
-    print("Nothing is recorded yet. On a GPU, `make bench` measures.")
+    print("No record is here: recorded runs are in docs/results of the checkout. On a GPU, `make bench` measures.")
 
 # %% [markdown]
 # In the record of November 2026 both directions are faster than in lesson 3, on either layer, and a training step is
-# faster than on every rung below that was recorded with it. But backward on the larger layer only wins back what lesson
-# 3 had paid for its memory: it takes as long as on lesson 1's rung. Where does the time go, tile kind by tile kind? Our
-# products and the vendor's dense ones, split as above (down and dx, which give the line, now take strips of four and of
-# two):
+# faster than on every rung below that was recorded with it. But backward on the larger layer only wins back what
+# lesson 3 had paid for its memory: it takes as long as on lesson 1's rung. And what this rung is ahead of plain torch
+# under torch.compile, it owes to forward alone; backward alone is *not* ahead, on either layer. What holds backward
+# back are gathered weight gradients and dact's epilogue: in these the products below are furthest behind. What each
+# part of this rung contributed was not recorded by itself; as far as it was measured, the table [*What
+# paid*](../measuring.md#what-was-tried) has it.
+#
+# Where does the time go, tile kind by tile kind? Our products, split as above. Beside them `F.grouped_mm`, which finds
+# its rows side by side and has no epilogue, and the vendor's dense products. (Down and dx, which give the line, now
+# take strips of four and of two, so the line is still less of a measurement than before.)
 
 # %% tags=["hide-input"] alt="Measured time of the six products: the rung below beside the resident programs"
 resident = [name for name in ("persistent",) if rate_and_fixed(name)]
 for contestant in [*below, *resident, "cublas"]:
     if found := rate_and_fixed(contestant):
-        print(f"{contestant:12} {found[0]:5.1f} ns a unit of contraction, {found[1]:4.1f} us a tile")
+        print(f"{contestant:12} {found[0]:5.1f} ns a unit of contraction; us a tile: {fixed_cost(found[1])}")
 for shape in recorded:
     if (shape, "persistent", "down") not in product_ms:
         continue
     print(f"\n{shape:16}" + "".join(f"{kind:>12}" for kind in products(p)))
-    for contestant in [*below, *resident, "cublas"]:
+    for contestant in [*below, *resident, "torch", "cublas"]:
         times = [product_ms.get((shape, contestant, kind)) for kind in products(p)]
-        print(f"{contestant:16}" + "".join(f"{f'{ms:.2f} ms' if ms else '–':>12}" for ms in times))
+        name = "F.grouped_mm" if contestant == "torch" else contestant
+        print(f"{name:16}" + "".join(f"{f'{ms:.2f} ms' if ms else '–':>12}" for ms in times))
 if resident:
     draw_products([*below, *resident])
 
 # %% [markdown]
+# The rest of dact has not become less, in the record of November 2026; its share has even grown. The slope by which it
+# is split fell with down and dx, and dact's time hardly did: looking ahead did little for it.
+#
 # What is still orange has three names. **Epilogues**, dact's above all: it reads pre and computes act and its
 # derivative for every entry of the tile, and while it does its matrix units wait. **Gathered operands** come by
 # pointer, asked for by the threads that also multiply. And **weight gradients** are shallow: every 1,024 rows a tile

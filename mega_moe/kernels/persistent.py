@@ -1,7 +1,7 @@
 """Resident programs: as many as the GPU has processors, each drawing tickets until there are none.
 
 A launch with one program a tile pays with idle matrix units for every tile's beginning (find the expert, find its
-rows, find their tokens) and for its end. Here a program lives as long as the launch, and is always two tickets ahead:
+rows, find their tokens) and for its end. Here a program lives as long as the launch, and draws two tickets ahead:
 while it multiplies one tile it looks the next one up in a table, and draws the number of the one after. Nobody waits
 for a tile that somebody else is slow with, since tickets go to whoever is free. A ticket may be a strip of tiles, whose
 steps are one loop: the loads of a tile begin under the epilogue of the one before.
