@@ -3,7 +3,8 @@
 #
 # To use a torch you already have (a CUDA or ROCm build, say), leave make aside. From its environment either run the
 # checkout as it is, `python3 -m mega_moe ladder`, or install it beside that torch with
-# `pip install --no-deps -e .` (the command line also wants `pip install rich safetensors matplotlib`).
+# `pip install --no-deps -e .`. The command line also wants rich for its tables, safetensors for `--layer`, and
+# matplotlib for `--plot`: `pip install rich safetensors matplotlib`.
 
 PYTHON ?= python3
 VENV := .venv

@@ -46,6 +46,8 @@ PEERS = ("transformers", "liger-kernel", "moe-ops", "sonic-moe", "quack-kernels"
 """Other people's packages whose versions belong to the numbers. A record has those that were installed."""
 
 BOTH = "forward+backward"
+DIRECTIONS = {"forward": "forward", "backward": "backward", BOTH: "both"}
+"""By what a record calls it: the column's title."""
 
 TAKEN_APART = "persistent"
 """The rung whose time is taken apart by kernel: the highest of which roofline.tiles has the bill."""
@@ -136,9 +138,8 @@ def tables(record: dict) -> str:
         rows = [row for row in record["rows"] if row["shape"] == shape]
         layer, gemms = [row for row in rows if not row["gemm"]], [row for row in rows if row["gemm"]]
         if layer:
-            caption = (
-                "The layer: milliseconds, median ± half of the interquartile range; then forward / both directions."
-            )
+            spread = " ± half of the interquartile range" if any(_spread(row["ms"]) for row in layer) else ""
+            caption = f"The layer: milliseconds, median{spread}; then forward / both directions."
             parts += [caption, _layer(layer)]
             if not is_cpu(record):
                 parts += _verdict(layer)
@@ -150,11 +151,11 @@ def tables(record: dict) -> str:
 
 
 def summary(record: dict) -> str:
-    """The README's table: forward and forward + backward of every contestant, for each shape."""
+    """The README's table: forward, backward and both of every contestant, for each shape."""
     problems = record["problems"]
-    columns = [(shape, direction) for shape in problems for direction in ("forward", BOTH)]
+    columns = [(shape, direction) for shape in problems for direction in DIRECTIONS]
     titles = {shape: shape + _save(problem) for shape, problem in problems.items()}
-    header = ["", *(f"{titles[shape]}<br>{direction.replace('+', ' + ')}" for shape, direction in columns)]
+    header = ["", *(f"{titles[shape]}<br>{DIRECTIONS[direction]}" for shape, direction in columns)]
     layer = [row for row in record["rows"] if not row["gemm"]]
     measured = Counter(row["shape"] for row in layer)
     layer.sort(key=lambda row: -measured[row["shape"]])  # in the order of the table that has the most
@@ -168,6 +169,8 @@ def summary(record: dict) -> str:
         f"Milliseconds on one {machine['device']}, {problem['dtype']}, T = {problem['T']}, {machine['date']}, median ± "
         "half of the interquartile range; parity checked in the same run. [How, and more](docs/results.md)"
     )
+    if any("–" in cells for cells in lines):
+        caption += "\n\n–: not measured in this run."
     return f"{_markdown(header, lines)}\n\n{caption}"
 
 
@@ -201,10 +204,10 @@ def _save(problem: dict) -> str:
 
 
 def _layer(rows: list[dict]) -> str:
-    header = ["", "forward", "backward", "both", "TFLOP/s", "of dense", "peak MiB", "error: y / gradients", "of budget"]
+    header = ["", *DIRECTIONS.values(), "TFLOP/s", "of dense", "peak MiB", "error: y / gradients", "of budget"]
     lines = []
     for contestant in _by_contestant(rows):
-        forward, backward, step = (_find(contestant, d) for d in ("forward", "backward", BOTH))
+        forward, backward, step = (_find(contestant, d) for d in DIRECTIONS)
         any_row = contestant[0]
         lines.append(
             [
@@ -238,20 +241,17 @@ def _verdict(layer: list[dict]) -> list[str]:
         return []
     labels = {row["contestant"]: row["label"] for row in layer}
 
-    def pair(text: Callable[[str], str]) -> str:
-        return f"{text(BOTH)} ({text('forward')})"
+    def each(text: Callable[[str], str], unit: str = "") -> str:
+        return f"{text(BOTH)}{unit} (forward {text('forward')}, backward {text('backward')})"
 
-    def to_goal(direction: str) -> str:
-        left = ms[direction] - dense[direction] / GOAL
-        return f"{left:.2f} ms away" if left > 0 else f"{-left:.2f} ms behind"
-
-    share = pair(lambda direction: f"{dense[direction] / ms[direction]:.0%}")
-    claims = [f"{share} of the speed of the dense products, {GOAL:.0%} being {pair(to_goal)}"]
+    share = each(lambda direction: f"{dense[direction] / ms[direction]:.0%}", " of the speed of the dense products")
+    goal = each(lambda direction: f"{dense[direction] / GOAL:.2f} instead of {ms[direction]:.2f}", " ms")
+    claims = [share, f"at {GOAL:.0%} it would take {goal}"]
     for rival in RIVALS:
         if times := _medians(layer, rival):
-            ratio = pair(lambda direction, times=times: f"{times[direction] / ms[direction]:.2f}")
-            claims.append(f"{ratio} times as fast as {labels[rival]}")
-    return [f"**{labels[TAKEN_APART]}**, both directions together (forward alone): {'; '.join(claims)}."]
+            ratio = lambda direction, times=times: f"{times[direction] / ms[direction]:.2f}"
+            claims.append(each(ratio, f" times as fast as {labels[rival]}"))
+    return [f"**{labels[TAKEN_APART]}**, both directions together: {'; '.join(claims)}."]
 
 
 def _taken_apart(layer: list[dict], gemms: list[dict], problem: dict, ceiling: roofline.Ceiling | None) -> list[str]:
@@ -296,9 +296,9 @@ def _taken_apart(layer: list[dict], gemms: list[dict], problem: dict, ceiling: r
 
 
 def _medians(layer: list[dict], contestant: str) -> dict[str, float] | None:
-    """Milliseconds of the layer by direction; None unless forward and both directions were measured."""
+    """Milliseconds of the layer by direction; None unless all of them were measured."""
     ms = {row["direction"]: row["ms"]["median"] for row in layer if row["contestant"] == contestant}
-    return ms if {"forward", BOTH} <= ms.keys() else None
+    return ms if DIRECTIONS.keys() <= ms.keys() else None
 
 
 def _by_contestant(rows: list[dict]) -> list[list[dict]]:
@@ -319,8 +319,12 @@ def _name(rows: list[dict]) -> str:
 def _ms(row: dict | None) -> str:
     if row is None:
         return "–"
-    ms = row["ms"]
-    return f"{ms['median']:.2f} ± {(ms['q3'] - ms['q1']) / 2:.2f}"
+    return f"{row['ms']['median']:.2f}{_spread(row['ms'])}"
+
+
+def _spread(ms: dict) -> str:
+    """Half of the interquartile range; nothing where there is one sample, which has none."""
+    return f" ± {(ms['q3'] - ms['q1']) / 2:.2f}" if ms["samples"] > 1 else ""
 
 
 def _rate(row: dict | None) -> str:

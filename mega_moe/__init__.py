@@ -1,4 +1,4 @@
-"""mega_moe: Mixture-of-Experts layers, from plain torch up a ladder of ever more fused Triton kernels.
+"""mega_moe: Mixture-of-Experts layers, from plain torch up a ladder of Triton kernels, one idea a rung.
 
 `moe` is the layer as a function, `MoE` as a module; `stage=` chooses the rung of `LADDER` that computes it.
 """

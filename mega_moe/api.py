@@ -52,9 +52,7 @@ def moe(
             positive.
         RuntimeError: the stage cannot run here (the message is its why_not), or an input has a forward-mode tangent.
     """
-    device = x.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):  # torch knows no autocast for meta tensors
-        dtype = torch.get_autocast_dtype(device)
+    if dtype := autocast_dtype(x):
         x, w_gate_up, w_down = (t.to(dtype) if t.dtype in DTYPES else t for t in (x, w_gate_up, w_down))
     check(x, topk_ids, topk_weights, w_gate_up, w_down, swiglu_limit, save)
     if not torch.compiler.is_compiling():
@@ -62,6 +60,14 @@ def moe(
     save = worth_saving(save or "pre", x, topk_weights, w_gate_up, w_down)
     y, _ = autograd.forward(x, topk_ids, topk_weights, w_gate_up, w_down, stage, swiglu_limit, save, check_ids)
     return y
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast casts to on x's device; None where it is off."""
+    device = x.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):  # torch knows no autocast for meta tensors
+        return None
+    return torch.get_autocast_dtype(device)
 
 
 def worth_saving(save: str, *tensors: Tensor) -> str:
@@ -121,6 +127,11 @@ def check(
             raise ValueError(f"{letter} = 0: only T may be zero")
     if T * K > MOST_ROWS:
         raise ValueError(f"T * K = {T * K} rows, more than {MOST_ROWS}: split the tokens into several calls")
+    check_options(swiglu_limit, save)
+
+
+def check_options(swiglu_limit: float | None, save: str | None) -> None:
+    """Raise what `moe` documents of these two options."""
     if swiglu_limit is not None and not swiglu_limit > 0:
         raise ValueError(f"swiglu_limit must be positive, not {swiglu_limit}")
     if save is not None and save not in SAVES:

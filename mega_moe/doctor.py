@@ -25,24 +25,42 @@ def examination(device: str) -> str:
         f"torch    {facts['torch']}",
         f"triton   {facts['triton'] or 'not installed: only the reference can run'}",
     ]
-    if device == "cpu":
-        lines.append("         no GPU in use: Triton's kernels run in its interpreter, for checking")
+    if device == "cpu" and facts["triton"]:
+        lines.append("         no GPU in use: Triton's kernels run in its interpreter, for checking;")
+        lines.append("         in your own programs: start Python with TRITON_INTERPRET=1 in the environment")
     lines.append("")
     for package, use in EXTRAS.items():
         lines.append(f"{'has' if find_spec(package) else 'lacks':8} {package.replace('_', '-')}: {use}")
-    for rung in LADDER:
-        lines += ["", *_rung(rung, device)]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_rungs(device)])
 
 
-def _rung(rung: Rung, device: str) -> list[str]:
+def _rungs(device: str) -> list[str]:
+    """Each rung with what there is to say of it alone; then, once, what there is to say of several."""
+    said = {rung.name: _sentences(rung, device) for rung in LADDER}
+    names: dict[str, list[str]] = {}  # of the rungs of which a sentence is said
+    for name, sentences in said.items():
+        for sentence in sentences:
+            names.setdefault(sentence, []).append(name)
+
+    paragraphs = {
+        f"{rung.name}: {rung.idea}": [sentence for sentence in said[rung.name] if names[sentence] == [rung.name]]
+        for rung in LADDER
+    }
+    for sentence, several in names.items():
+        if len(several) > 1:
+            paragraphs.setdefault(f"{', '.join(several)}:", []).append(sentence)
+    fill = lambda sentence: textwrap.fill(sentence, 110, initial_indent="  ", subsequent_indent="  ")
+    return [line for head, sentences in paragraphs.items() for line in ("", head, *map(fill, sentences))]
+
+
+def _sentences(rung: Rung, device: str) -> list[str]:
+    """In which dtypes it runs, what is slower than it need be, and why it cannot run in the others."""
     problem = PRESETS["tiny"].at(device=device)
     why_not = {name: rung.why_not(problem.at(dtype=dtype)) for name, dtype in DTYPES.items()}
     runs = [name for name, reason in why_not.items() if not reason]
-    lines = [f"{rung.name}: {rung.idea}"]
+    sentences = []
     if runs:
-        lines.append(f"runs in {', '.join(runs)}")
         note = rung.note(problem.at(dtype=DTYPES[runs[0]]))
-        lines += [note] if note else []
-    lines += dict.fromkeys(reason for reason in why_not.values() if reason)
-    return [lines[0], *(textwrap.fill(line, 110, initial_indent="  ", subsequent_indent="  ") for line in lines[1:])]
+        sentences = [f"runs in {', '.join(runs)}", *([note] if note else [])]
+    reasons = dict.fromkeys(reason for reason in why_not.values() if reason)
+    return [*sentences, *(reason.removeprefix(f'stage "{rung.name}" ') for reason in reasons)]

@@ -56,7 +56,7 @@ class Row:
     """What was measured of one rung; everything but `stage` and `why_not` is None where it cannot run.
 
     `Climb.as_json` says what each is, and in which unit; `spread` alone is not in it: the median distance of the times
-    from their median `ms`.
+    from their median `ms`, and None where there is one time.
     """
 
     stage: str
@@ -65,7 +65,7 @@ class Row:
     parity: Parity | None = None
     launches: dict[str, int] | None = None
     ms: dict[str, float] | None = None
-    spread: dict[str, float] | None = None
+    spread: dict[str, float | None] | None = None
     interpreted: bool | None = None
     tflops: dict[str, float] | None = None
     share_of_ceiling: dict[str, float] | None = None
@@ -249,7 +249,15 @@ def _time(running: list[tuple[Rung, Row]], layer: Layer) -> Iterator[int]:
     for _, row in running:
         ms = {direction: [sample() for sample in samples[row.stage, direction]] for direction in DIRECTIONS}
         row.ms = {direction: statistics.median(values) for direction, values in ms.items()}
-        row.spread = {d: statistics.median(abs(sample - row.ms[d]) for sample in ms[d]) for d in DIRECTIONS}
+        row.spread = {d: _spread(ms[d]) for d in DIRECTIONS}
+
+
+def _spread(times: list[float]) -> float | None:
+    """The median distance from the median; None of one time, of which nobody knows how far the next would be."""
+    if len(times) < 2:
+        return None
+    middle = statistics.median(times)
+    return statistics.median(abs(time - middle) for time in times)
 
 
 def _wall_clock(call: Callable[[], object]) -> Callable[[], float]:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from .api import moe
+from .api import autocast_dtype, check_options, moe
 from .registry import DEFAULT, stage
 from .routing import route
 
@@ -55,12 +55,16 @@ def fuse_experts(module: Experts, state_dict: dict[str, Tensor], prefix: str, *_
 class MoE(nn.Module):
     """A whole MoE block: y = moe(x, *route(x)). A Qwen3-MoE block's state dict loads as it is.
 
+    It holds the weights and not `norm_topk_prob`, and every key matches either way: take that from the model's config,
+    `MoE(..., norm_topk_prob=config.norm_topk_prob)`. The released Qwen3-MoE models set it, while False is the default
+    here and in transformers.
+
     Args:
         hidden_size: H.
         intermediate_size: I, of one expert.
         num_experts: E.
         top_k: K, experts per token.
-        norm_topk_prob: divide a token's K router weights by their sum.
+        norm_topk_prob: divide a token's K router weights by their sum. For a checkpoint: what its config says.
         stage: which rung computes it, a name from `mega_moe.LADDER`; may be changed at any time.
         save: what forward keeps for backward, see `moe`.
         swiglu_limit: clamp before SwiGLU, see `moe`.
@@ -68,6 +72,11 @@ class MoE(nn.Module):
         dtype: of the parameters; x must have it too, unless autocast casts both.
 
     Parameters: gate.weight (E, H), experts.gate_up_proj (E, 2I, H), experts.down_proj (E, H, I).
+
+    Raises:
+        ValueError: a size below 1, a top_k that E experts do not allow, a stage, save or swiglu_limit that `moe` would
+            refuse; when called, an x whose last dimension is not hidden_size.
+        TypeError: when called, an x of another dtype than the parameters', without autocast.
     """
 
     def __init__(
@@ -85,8 +94,13 @@ class MoE(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        sizes = dict(hidden_size=hidden_size, intermediate_size=intermediate_size, num_experts=num_experts)
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name} = {size}: it must be at least 1")
         if not 1 <= top_k <= num_experts:
             raise ValueError(f"top_k = {top_k}: a router over {num_experts} experts chooses 1 .. {num_experts} of them")
+        check_options(swiglu_limit, save)
         self.gate = nn.Linear(hidden_size, num_experts, bias=False, device=device, dtype=dtype)
         self.experts = Experts(hidden_size, intermediate_size, num_experts, device, dtype)
         self.top_k = top_k
@@ -112,6 +126,7 @@ class MoE(nn.Module):
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x (..., H) -> topk_ids (T, K) int64, topk_weights (T, K) fp32, logits (T, E) for auxiliary losses."""
+        self._check(x)
         logits = self.gate(x.reshape(-1, x.shape[-1]))
         return *route(logits, self.top_k, self.norm_topk_prob), logits
 
@@ -131,5 +146,18 @@ class MoE(nn.Module):
         )
         return y.view(x.shape)
 
+    def _check(self, x: Tensor) -> None:
+        """Raise what the class documents of x, before a matrix product says it less plainly."""
+        _, H, _ = self.experts.down_proj.shape
+        if x.dim() == 0 or x.shape[-1] != H:
+            raise ValueError(f"x must be (..., hidden_size) = (..., {H}), not of shape {tuple(x.shape)}")
+        dtype = self.experts.down_proj.dtype
+        if x.dtype != dtype and not autocast_dtype(x):
+            raise TypeError(f"x is {x.dtype} and the layer {dtype}: cast one to the other, or use torch.autocast")
+
     def extra_repr(self) -> str:
-        return f"top_k={self.top_k}, norm_topk_prob={self.norm_topk_prob}, stage={self.stage!r}"
+        shown = [f"top_k={self.top_k}", f"norm_topk_prob={self.norm_topk_prob}", f"stage={self.stage!r}"]
+        for name in ("save", "swiglu_limit"):
+            if (value := getattr(self, name)) is not None:
+                shown.append(f"{name}={value!r}")
+        return ", ".join(shown)

@@ -55,7 +55,7 @@ LADDER = (
     Rung("gather", "s3_gather", "rows are gathered in the GEMM's loads and stored by slot: no permuted copies"),
     Rung("persistent", "s4_persistent", "resident programs draw tiles by ticket; contiguous tiles come by TMA"),
 )
-"""The rungs, each a little more fused than the one before."""
+"""The rungs, each one idea further than the one before."""
 
 DEFAULT = "persistent"
 """The stage that `moe` and `MoE` use unless told: the fastest on one GPU by the recorded results."""

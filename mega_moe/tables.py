@@ -124,10 +124,11 @@ def _cost(rows: list[Row], allowed_ms: dict[str, float] | None) -> Table:
 
 
 def _time(row: Row, direction: str) -> str:
-    """Median, and the spread in per cent of it."""
+    """Median, and the spread in per cent of it, if there is one."""
     if not row.ms:
         return UNKNOWN
-    return f"{plain(row.ms[direction])} ±{row.spread[direction] / row.ms[direction]:.0%}"
+    ms, spread = row.ms[direction], row.spread[direction]
+    return plain(ms) if spread is None else f"{plain(ms)} ±{spread / ms:.0%}"
 
 
 def _rates(tflops: dict[str, float] | None) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import on_cpu
 
 from mega_moe import bench, cli, figure, ladder, tables
 from mega_moe.parity import Parity
@@ -249,6 +250,12 @@ def test_the_table_has_thousands_no_exponents_and_a_name_for_every_column(capsys
     assert "A machine, torch 2.13.0, no triton, python 3.12.1" in out
 
 
+def test_one_time_has_no_spread(capsys, monkeypatch):
+    monkeypatch.setitem(ladder.ROUNDS, "cpu", 1)
+    code, out, _ = run(capsys, "ladder", "--shape", "8,16,16,2,1", "--stage", "reference", "--device", "cpu")
+    assert code == 0 and "±" not in out.replace("median ± spread", "")
+
+
 def test_the_figure_is_drawn(capsys, monkeypatch, tmp_path):
     plant(monkeypatch, "nan")
     path = tmp_path / "ladder.svg"
@@ -367,6 +374,15 @@ def test_doctor_says_what_can_run_and_why_not(capsys):
     for line in ("torch ", "python ", "triton ", "reference: ", "runs in fp32, bf16, fp16, fp64", "has      rich"):
         assert line in out, line
     assert all(rung.idea in out for rung in LADDER)
+
+
+@on_cpu
+def test_doctor_says_once_what_is_true_of_several(capsys):
+    _, out, _ = run(capsys, "doctor", "--device", "cpu")
+    assert out.count("in your own programs: start Python with TRITON_INTERPRET=1") == 1
+    for sentence in ("runs in Triton's interpreter", "computes in fp32, bf16 or fp16", "runs in fp32, bf16, fp16\n"):
+        assert out.count(sentence) == 1, sentence
+    assert f"{', '.join(rung.name for rung in LADDER if rung.needs_triton)}:\n" in out
 
 
 def test_doctor_without_triton(capsys, monkeypatch):

@@ -191,7 +191,7 @@ def taken_apart() -> dict:
     def rows(contestant: str, label: str, times: dict[str, float], gemm: bool = False) -> list[dict]:
         facts = dict(contestant=contestant, label=label, kind="rung")
         return [
-            template | facts | dict(direction=d, gemm=d if gemm else None, ms=dict(median=ms, q1=ms, q3=ms))
+            template | facts | dict(direction=d, gemm=d if gemm else None, ms=dict(median=ms, q1=ms, q3=ms, samples=9))
             for d, ms in times.items()
         ]
 
@@ -264,10 +264,13 @@ def test_what_was_not_measured_is_not_taken_apart(record):
 
 def test_the_highest_rung_is_held_against_its_rivals():
     """10 ms, and 2 forward; 90 % of the dense products' speed would take 6 / 0.9 = 6.67 ms, and 1.67 forward."""
-    start = "**mega_moe, persistent**, both directions together (forward alone): "
-    dense = "60% (75%) of the speed of the dense products, 90% being 3.33 ms away (0.33 ms away)"
-    compiled = "1.20 (2.50) times as fast as plain torch, torch.compile"
-    sonic = "0.70 (0.95) times as fast as SonicMoE, CuTe"
+    start = "**mega_moe, persistent**, both directions together: "
+    dense = (
+        "60% of the speed of the dense products (forward 75%, backward 56%); at 90% it would take 6.67 instead of "
+        "10.00 ms (forward 1.67 instead of 2.00, backward 5.00 instead of 8.00)"
+    )
+    compiled = "1.20 times as fast as plain torch, torch.compile (forward 2.50, backward 0.88)"
+    sonic = "0.70 times as fast as SonicMoE, CuTe (forward 0.95, backward 0.64)"
     record = taken_apart()
 
     assert f"{start}{dense}; {compiled}; {sonic}." in render_results.tables(record)
@@ -275,8 +278,8 @@ def test_the_highest_rung_is_held_against_its_rivals():
     assert "times as fast" not in render_results.tables(without(record, "cublas"))
     faster = record["rows"][2]
     assert faster["direction"] == "forward+backward"
-    faster["ms"] = dict(median=6.5, q1=6.5, q3=6.5)
-    assert "92% (75%) of the speed of the dense products, 90% being 0.17 ms behind (0.33 ms away)" in (
+    faster["ms"] = dict(median=6.5, q1=6.5, q3=6.5, samples=9)
+    assert "92% of the speed of the dense products (forward 75%, backward 56%); at 90% it would take 6.67" in (
         render_results.tables(record)
     )
 
@@ -294,23 +297,39 @@ def test_headings_say_what_was_kept_if_it_was_not_the_usual():
 
 def test_the_readme_gets_one_table_for_all_shapes():
     record = render_results.record(benchmarks("qwen3-30b-a3b"), benchmarks("qwen3-235b-a22b"))
-    header, _, grouped, *_ = render_results.summary(record).splitlines()
+    text = render_results.summary(record)
+    header, _, grouped, *_ = cells(text)
 
-    assert header.count("qwen3-30b-a3b") == header.count("qwen3-235b-a22b") == 2
-    assert [cell.strip() for cell in grouped.strip("|").split("|")][1:] == ["2.50 ± 0.02", "7.50 ± 0.02"] * 2
+    assert header[:4] == ["", *(f"qwen3-30b-a3b<br>{d}" for d in ("forward", "backward", "both"))]
+    assert [title.partition("<br>")[0] for title in header[4:]] == ["qwen3-235b-a22b"] * 3
+    assert grouped[1:] == ["2.50 ± 0.02", "5.00 ± 0.02", "7.50 ± 0.02"] * 2
+    assert "not measured" not in text
 
 
 def test_the_readmes_table_keeps_the_order_of_the_fullest():
     part = benchmarks("qwen3-30b-a3b")
     part["benchmarks"] = [row for row in part["benchmarks"] if row["extra_info"]["contestant"] != "grouped"]
-    _, _, *lines = cells(render_results.summary(render_results.record(part, benchmarks("qwen3-235b-a22b"))))
+    text = render_results.summary(render_results.record(part, benchmarks("qwen3-235b-a22b")))
+    _, _, *lines = cells(text)
 
     assert [line[0] for line in lines] == [
         "**mega_moe, grouped**",
         "plain torch, eager",
         "dense GEMMs of the same flops",
     ]
-    assert lines[0][1:] == ["–", "–", "2.50 ± 0.02", "7.50 ± 0.02"]
+    assert lines[0][1:] == ["–", "–", "–", "2.50 ± 0.02", "5.00 ± 0.02", "7.50 ± 0.02"]
+    assert text.endswith("–: not measured in this run.")
+
+
+def test_one_sample_has_no_spread():
+    report = benchmarks()
+    for row in report["benchmarks"]:
+        row["stats"]["rounds"] = 1
+    record = render_results.record(report)
+    text = render_results.tables(record)
+
+    assert "±" not in text and "milliseconds, median;" in text
+    assert cells(text)[2][1:4] == cells(render_results.summary(record))[2][1:] == ["2.50", "5.00", "7.50"]
 
 
 def test_a_record_is_saved_read_and_rendered_alike(tmp_path):
