@@ -212,10 +212,11 @@ def test_a_share_is_never_rounded_to_what_it_is_not(share, text):
 
 
 def test_sizes_under_16_are_judged_against_a_fixed_budget_and_the_table_says_so(capsys):
-    code, out, _ = run(capsys, "ladder", "--shape", "12,32,8,4,2", "--dtype", "fp32", "--device", "cpu")
+    few = ("--dtype", "fp32", "--device", "cpu", "--stage", "reference", "--stage", "grouped")
+    code, out, _ = run(capsys, "ladder", "--shape", "12,32,8,4,2", *few)
     assert code == 0 and "sizes under 16 are judged against 2^-10" in out
     assert "<0.01" in out and "0.00" not in out
-    _, out, _ = run(capsys, "ladder", "--shape", "12,32,16,4,2", "--dtype", "fp32", "--device", "cpu")
+    _, out, _ = run(capsys, "ladder", "--shape", "12,32,16,4,2", *few)
     assert "2^-10" not in out
 
 
@@ -467,6 +468,7 @@ def test_bench_hands_shapes_and_results_to_pytest(capsys, monkeypatch, tmp_path)
 def test_the_program_runs_from_a_bare_checkout_and_chooses_the_interpreter_itself():
     environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTHONPATH")}
     command = [sys.executable, "-m", "mega_moe", "ladder", "--json", "--device", "cpu", "--shape", "8,16,16,2,1"]
+    command += ["--stage", "reference", "--stage", "grouped"]
     done = subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["rows"]

@@ -18,7 +18,11 @@ EVERY_NEED = list(product([True, False], repeat=4))[:-1]
 STEPS = (5, 8, 0, 1, 13)  # tokens of successive calls
 
 
-@pytest.fixture(params=[rung.name for rung in LADDER])
+# torch sees the same two operators on every rung: on a CPU the lowest and the highest stand for all.
+RUNGS = LADDER if DEVICE == "cuda" else (LADDER[0], LADDER[-1])
+
+
+@pytest.fixture(params=[rung.name for rung in RUNGS])
 def name(request) -> str:
     """A rung that can run here."""
     problem, _, _ = layer()

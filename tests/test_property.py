@@ -30,7 +30,7 @@ def layers(draw):
 
 
 @settings(
-    max_examples=15 if DEVICE == "cpu" else 100,
+    max_examples=12 if DEVICE == "cpu" else 100,
     derandomize=True,
     deadline=None,
     database=None,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..shapes import Plan
 from .blocks import Persistent
+from .tile import INTERPRETED
 from .weights import aligned
 
 TICKETS = ("gate_up", "down", "dact", "dx", "dw_down", "dw_gate_up")
@@ -68,10 +69,11 @@ def tile_table_kernel(
     COUNTERS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
-    """Grid: R // BLOCK_R + E programs, enough for the blocks of any routing. Program b writes block b, if that holds
-    rows, and puts expert b, if there is one, in its place; of two with equally many rows the lower comes first. Program
-    0 also writes the counters.
+    """Grid: programs of BLOCKS blocks each, enough for the R // BLOCK_R + E blocks of any routing. A program writes
+    those of its blocks that hold rows, and puts the experts of the same numbers in their places; of two with equally
+    many rows the lower comes first. Program 0 also writes the counters.
 
     Example: K = 1, BLOCK_R = 2, row_start = [0, 1, 1, 4], token_of_row = [2, 0, 1, 3]: expert 0 has one block, expert 2
     has two.
@@ -79,7 +81,6 @@ def tile_table_kernel(
         longest_first = [[2, 1, 3], [0, 0, 1], [1, 1, 0]]    route_in_blocks = [2, -1, 0, 1, 3, -1]
         counters = [3, 0, 0, 0, 0, 0, 0]
     """
-    block = tl.program_id(0)
     e = tl.arange(0, BLOCK_E)
     start = tl.load(row_start_ptr + e, mask=e < E, other=0)
     rows = tl.load(row_start_ptr + e + 1, mask=e < E, other=0) - start
@@ -87,36 +88,37 @@ def tile_table_kernel(
     end_of_blocks = tl.cumsum(blocks)
     live_blocks = tl.sum(blocks)
 
-    if block < live_blocks:
-        expert = tl.sum((end_of_blocks <= block).to(tl.int32))
-        first, end = tl.load(row_start_ptr + expert), tl.load(row_start_ptr + expert + 1)
-        row = first + (block - tl.sum(tl.where(e < expert, blocks, 0))) * BLOCK_R
-        at = row_blocks_ptr + block * 3
-        tl.store(at, expert)
-        tl.store(at + 1, row)
-        tl.store(at + 2, tl.minimum(end - row, BLOCK_R))
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    live = block < live_blocks
+    expert = tl.sum((end_of_blocks[None, :] <= block[:, None]).to(tl.int32), 1)
+    blocks_below = tl.sum(tl.where(e[None, :] < expert[:, None], blocks[None, :], 0), 1)
+    end = tl.load(row_start_ptr + expert + 1, mask=live, other=0)
+    row = tl.load(row_start_ptr + expert, mask=live, other=0) + (block - blocks_below) * BLOCK_R
+    at = row_blocks_ptr + block * 3
+    tl.store(at, expert, mask=live)
+    tl.store(at + 1, row, mask=live)
+    tl.store(at + 2, tl.minimum(end - row, BLOCK_R), mask=live)
 
-        i = tl.arange(0, BLOCK_R)
-        r = tl.minimum(row + i, end - 1)
-        token = tl.load(token_of_row_ptr + r)
-        route = token * K + tl.load(slot_of_row_ptr + r)
-        place = block.to(tl.int64) * BLOCK_R + i
-        tl.store(token_in_blocks_ptr + place, token)
-        tl.store(route_in_blocks_ptr + place, tl.where(row + i < end, route, -1))
+    r = row[:, None] + tl.arange(0, BLOCK_R)[None, :]
+    known = tl.minimum(r, end[:, None] - 1)
+    token = tl.load(token_of_row_ptr + known, mask=live[:, None], other=0)
+    route = token * K + tl.load(slot_of_row_ptr + known, mask=live[:, None], other=0)
+    place = block.to(tl.int64)[:, None] * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]
+    tl.store(token_in_blocks_ptr + place, token, mask=live[:, None])
+    tl.store(route_in_blocks_ptr + place, tl.where(r < end[:, None], route, -1), mask=live[:, None])
 
-    if block < E:
-        mine = tl.sum(tl.where(e == block, rows, 0))
-        before = (rows > mine) | ((rows == mine) & (e < block))
-        at = longest_first_ptr + tl.sum((before & (e < E)).to(tl.int32)) * 3
-        tl.store(at, block)
-        tl.store(at + 1, tl.sum(tl.where(e < block, blocks, 0)))
-        tl.store(at + 2, mine)
+    expert, mine = block, tl.sum(tl.where(e[None, :] == block[:, None], rows[None, :], 0), 1)
+    longer = rows[None, :] > mine[:, None]
+    lower = (rows[None, :] == mine[:, None]) & (e[None, :] < expert[:, None])
+    at = longest_first_ptr + tl.sum(((longer | lower) & (e < E)[None, :]).to(tl.int32), 1) * 3
+    tl.store(at, expert, mask=expert < E)
+    tl.store(at + 1, tl.sum(tl.where(e[None, :] < expert[:, None], blocks[None, :], 0), 1), mask=expert < E)
+    tl.store(at + 2, mine, mask=expert < E)
 
-    if block == 0:
-        counter = tl.arange(0, BLOCK_E)
+    if tl.program_id(0) == 0:
         for done in range(0, COUNTERS, BLOCK_E):
-            at = done + counter
-            tl.store(counters_ptr + at, tl.where(at == 0, live_blocks, 0), mask=at < COUNTERS)
+            counter = done + e
+            tl.store(counters_ptr + counter, tl.where(counter == 0, live_blocks, 0), mask=counter < COUNTERS)
 
 
 # --8<-- [end:kernel]
@@ -135,7 +137,8 @@ def tile_table(plan: Plan, tiles: Persistent) -> TileTable:
         counters=index(1 + len(TICKETS)),
         tiles=tiles,
     )
-    tile_table_kernel[(blocks,)](
+    BLOCKS = 32 if INTERPRETED else 4
+    tile_table_kernel[(triton.cdiv(blocks, BLOCKS),)](
         plan.row_start,
         plan.token_of_row,
         plan.slot_of_row,
@@ -149,6 +152,7 @@ def tile_table(plan: Plan, tiles: Persistent) -> TileTable:
         COUNTERS=len(table.counters),
         BLOCK_R=tiles.BLOCK_R,
         BLOCK_E=triton.next_power_of_2(E),
+        BLOCKS=BLOCKS,
         num_warps=4,
     )
     return table
