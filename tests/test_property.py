@@ -29,7 +29,7 @@ def layers(draw):
     return problem, *lay_out(inputs, dy, draw(st.sampled_from(AXES["layout"])))
 
 
-@settings(
+@settings(  # in the interpreter few: a rung has 60 core-seconds for all of its tests
     max_examples=12 if DEVICE == "cpu" else 100,
     derandomize=True,
     deadline=None,

@@ -25,10 +25,9 @@ from .tile import dot, halves, narrow, route_of_row, rows_at, rows_of_block, wei
 @triton.jit
 def multiply_gate_up(
     a_at,  # (BLOCK_R,) where each row begins
-    gate_at,  # (BLOCK_N,) where each column's gate weights begin
+    gate_at,  # (BLOCK_N,) where each column's gate weights begin; they lie side by side
     to_up,  # from a gate weight to the up weight of the same column
     stride_ac,
-    stride_wc,
     inside,  # (BLOCK_N,) whether the column exists
     H: tl.constexpr,
     FULL: tl.constexpr,  # all columns exist
@@ -39,7 +38,7 @@ def multiply_gate_up(
     """A tile of gate and the same tile of up, each (BLOCK_R, BLOCK_N) fp32: the rows are loaded once for both."""
     c = tl.arange(0, BLOCK_C).to(tl.int64)
     a_at = a_at[:, None] + c[None, :] * stride_ac
-    gate_at = gate_at[None, :] + c[:, None] * stride_wc
+    gate_at = gate_at[None, :] + c[:, None]
     gate = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
     for start in range(0, H, BLOCK_C):
@@ -54,7 +53,7 @@ def multiply_gate_up(
         gate = dot(a, w_gate, gate)
         up = dot(a, w_up, up)
         a_at += tl.cast(BLOCK_C, tl.int64) * stride_ac
-        gate_at += tl.cast(BLOCK_C, tl.int64) * stride_wc
+        gate_at += BLOCK_C
     return gate, up
 
 
@@ -113,7 +112,7 @@ def gate_up_swiglu_kernel(
         a_at = rows_ptr + tl.minimum(r, end - 1).to(tl.int64) * H
         gate_at = w_ptr + expert.to(tl.int64) * stride_we + i.to(tl.int64) * stride_wn
         to_up = tl.cast(I, tl.int64) * stride_wn
-        gate, up = multiply_gate_up(a_at, gate_at, to_up, 1, 1, i < I, H, I % BLOCK_N == 0, BLOCK_R, BLOCK_N, BLOCK_C)
+        gate, up = multiply_gate_up(a_at, gate_at, to_up, 1, i < I, H, I % BLOCK_N == 0, BLOCK_R, BLOCK_N, BLOCK_C)
 
         pre_at, act_at = rows_at(pre_ptr, r, 2 * I), rows_at(act_ptr, r, I)
         store_pre_and_act(gate, up, pre_at, act_at, r < end, r < end, i, LIMIT, I, rows_ptr.dtype.element_ty)

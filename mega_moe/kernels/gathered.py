@@ -61,7 +61,7 @@ def gathered_gate_up_kernel(
         gate_at = w_ptr + expert.to(tl.int64) * stride_we + i.to(tl.int64) * stride_wn
         to_up = tl.cast(I, tl.int64) * stride_wn
         gate, up = multiply_gate_up(
-            x_at, gate_at, to_up, stride_xh, 1, i < I, H, I % BLOCK_N == 0, BLOCK_R, BLOCK_N, BLOCK_C
+            x_at, gate_at, to_up, stride_xh, i < I, H, I % BLOCK_N == 0, BLOCK_R, BLOCK_N, BLOCK_C
         )
 
         pre_at, act_at = rows_at(pre_ptr, r, 2 * I), rows_at(act_ptr, r, I)

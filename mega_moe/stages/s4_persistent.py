@@ -1,10 +1,9 @@
 """persistent: resident programs draw tiles by ticket, and contiguous tiles are loaded by the copy engine.
 
 New since gather: a launch starts one program a processor instead of one a tile. Where a tile begins was found out by
-every program for itself, and is now looked up in a table that is made on the device, once a direction; the matrix units
-idled in every tile's beginning and end, and now the next tile is loaded meanwhile; a long expert's weight gradient
-could come last, and now comes first. What the kernels hand to each other lies in whole blocks of rows, so that TMA can
-load it.
+every program for itself, and is now looked up ahead, in a table that is made on the device once a direction; in a strip
+of tiles the loads of one begin under the epilogue of the one before; a long expert's weight gradient could come last,
+and now comes first. What the kernels hand to each other lies in whole blocks of rows, so that TMA can load it.
 """
 
 from torch import Tensor
