@@ -114,7 +114,8 @@ def gate_up_swiglu_kernel(
         to_up = tl.cast(I, tl.int64) * stride_wn
         gate, up = multiply_gate_up(a_at, gate_at, to_up, 1, i < I, H, I % BLOCK_N == 0, BLOCK_R, BLOCK_N, BLOCK_C)
 
-        pre_at, act_at = rows_at(pre_ptr, r, 2 * I), rows_at(act_ptr, r, I)
+        pre_at = rows_at(pre_ptr, r, 2 * I)
+        act_at = rows_at(act_ptr, r, I)
         store_pre_and_act(gate, up, pre_at, act_at, r < end, r < end, i, LIMIT, I, rows_ptr.dtype.element_ty)
 
 

@@ -64,7 +64,8 @@ def gathered_gate_up_kernel(
             x_at, gate_at, to_up, stride_xh, i < I, H, I % BLOCK_N == 0, BLOCK_R, BLOCK_N, BLOCK_C
         )
 
-        pre_at, act_at = rows_at(pre_ptr, r, 2 * I), rows_at(act_ptr, r, I)
+        pre_at = rows_at(pre_ptr, r, 2 * I)
+        act_at = rows_at(act_ptr, r, I)
         store_pre_and_act(gate, up, pre_at, act_at, r < end, r < end, i, LIMIT, I, x_ptr.dtype.element_ty)
 
 
