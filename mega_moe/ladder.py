@@ -42,7 +42,7 @@ class Layer:
     problem: Problem
     inputs: Inputs
     dy: Tensor
-    routing: str  # "balanced", "zipf", "hot", or "layer" for one read from a file
+    routing: str  # one of samples.ROUTINGS, or "layer" for one read from a file
 
     @property
     def rows(self) -> int:
@@ -137,7 +137,7 @@ class Climb:
             T, H, I, E, K  int         tokens, hidden size, an expert's intermediate size, experts, experts a token
             W              int         ranks: 1
             dtype          str         of x and the weights: "fp32", "bf16", "fp16", "fp64"
-            routing        str         "balanced", "zipf", "hot"; "layer" where it was read from a file
+            routing        str         "balanced", "random", "zipf", "hot"; "layer" where it was read from a file
             save           str         what forward keeps for backward: "pre", what gate_up puts out; or "inputs", and
                                        backward makes pre again
             precision      str | null  what the products are computed in; null: in dtype

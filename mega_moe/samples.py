@@ -1,7 +1,7 @@
 """Layers to run: random ones with a chosen routing, and real ones from a file.
 
 How tokens spread over experts decides how hard a layer is to run, so the spread is an argument: every expert equally
-busy, a long-tailed spread, or one expert that every token visits.
+busy, experts drawn uniformly, a long-tailed spread, or one expert that every token visits.
 """
 
 from math import lcm
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .shapes import Inputs, Problem
 
-ROUTINGS = ("balanced", "zipf", "hot")
+ROUTINGS = ("balanced", "random", "zipf", "hot")
 
 LAYER = ("x", "topk_ids", "topk_weights", "w_gate_up", "w_down")
 """The names of a layer's tensors in a safetensors file: those of `Inputs`."""
@@ -28,8 +28,9 @@ def random_inputs(
     topk_ids are int64 and distinct within a token (as long as K <= E), topk_weights fp32 (float64 in a float64 problem)
     and sum to 1 over a token's slots. All are drawn on `problem.device`.
 
-    routing: "balanced" gives every expert T*K/E rows, as evenly as whole numbers allow; "zipf" a long tail; "hot" sends
-    every token to one expert and the other routes anywhere. Raises ValueError for another word.
+    routing: "balanced" gives every expert T*K/E rows, as evenly as whole numbers allow; "random" draws every token's
+    experts uniformly; "zipf" has a long tail; "hot" sends every token to one expert and the other routes anywhere.
+    Raises ValueError for another word.
     """
     p = problem
     if routing not in ROUTINGS:
@@ -41,7 +42,7 @@ def random_inputs(
         return torch.randn(shape, generator=generator, device=p.device, dtype=wide).mul_(std).to(p.dtype)
 
     x = normal(p.T, p.H, std=scale)
-    ids = {"balanced": _balanced, "zipf": _zipf, "hot": _hot}[routing](p, generator)
+    ids = {"balanced": _balanced, "random": _random, "zipf": _zipf, "hot": _hot}[routing](p, generator)
     topk_weights = torch.randn(p.T, p.K, generator=generator, device=p.device, dtype=wide).softmax(-1)
     w_gate_up = normal(p.E, 2, p.I, p.H, std=p.H**-0.5)
     w_down = normal(p.E, p.H, p.I, std=p.I**-0.5)
@@ -60,6 +61,15 @@ def _balanced(p: Problem, generator: torch.Generator) -> Tensor:
     decks = _uniform(blocks, p.E, p=p, generator=generator).argsort(-1)
     hands = decks.repeat(1, block // p.E).flatten()[: p.R].view(p.T, p.K)
     return _shuffle_slots(hands[_uniform(p.T, p=p, generator=generator).argsort()], p, generator)
+
+
+def _random(p: Problem, generator: torch.Generator) -> Tensor:
+    """Uniform draws, much as a freshly initialised router makes them: rows of an expert scatter around the mean.
+
+    A token has an expert with probability K/E, so the rows of an expert are binomial in T: with 128 experts, 8 routes a
+    token and 16384 tokens 1024 on average, with a standard deviation of 31.
+    """
+    return _draw(torch.zeros(p.T, p.E, device=p.device), p, generator)
 
 
 def _zipf(p: Problem, generator: torch.Generator) -> Tensor:

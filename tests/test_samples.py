@@ -43,6 +43,27 @@ def test_balanced_is_not_a_few_hands_repeated():
     assert len(hands) > 500  # of 1820 possible
 
 
+def test_random_counts_scatter_as_uniform_draws_do():
+    p = CPU.at(T=16384, E=128, K=8, H=16, I=16)
+    ids = random_inputs(p, "random")[0].topk_ids
+    share = p.K / p.E  # of the tokens, for every expert: its rows are binomial
+    deviation = (p.T * share * (1 - share)) ** 0.5
+    rows = ids.flatten().bincount(minlength=p.E).double()
+    assert rows.mean() == p.T * share
+    assert 0.75 < rows.std() / deviation < 1.25  # of 128 counts it is good to 6 %
+    assert (rows - rows.mean()).abs().max() < 5 * deviation
+    assert len({tuple(sorted(token)) for token in ids.tolist()}) == p.T  # of 10^12 possible hands
+
+
+def test_random_with_more_routes_than_experts_draws_each_route_for_itself():
+    p = CPU.at(T=4096, E=3, K=5)
+    ids = random_inputs(p, "random")[0].topk_ids
+    rows = ids.flatten().bincount(minlength=p.E).double()
+    assert (rows - p.R / p.E).abs().max() < 5 * (p.R * 2 / 9) ** 0.5
+    alike = (ids == ids[:, :1]).all(1).double().mean()
+    assert 0.5 / 81 < alike < 2 / 81  # all five the same: 3 of 3^5
+
+
 def test_zipf_has_a_busiest_expert_of_about_13_times_the_mean():
     p = CPU.at(T=16384, E=128, K=8, H=16, I=16)
     rows = rows_of_expert(p, random_inputs(p, "zipf")[0])
@@ -79,7 +100,7 @@ def test_weights_sum_to_one_in_fp32_and_the_seed_decides_everything():
 
 
 def test_an_unknown_routing_names_the_known_ones():
-    with pytest.raises(ValueError, match="balanced, zipf, hot"):
+    with pytest.raises(ValueError, match="balanced, random, zipf, hot"):
         random_inputs(CPU, "uniform")
 
 
