@@ -299,8 +299,8 @@ assert differ > 0
 
 # %% [markdown]
 # A training run that cannot be repeated cannot be debugged. So nobody adds to anybody's number: each program stores its
-# part in a place of its own, `parts[route, block of I]`, and a small last kernel adds a route's parts from left to
-# right. In a layer of qwen3-30b-a3b that is 12 bytes a route, beside the 7,680 that the epilogue moves for its row.
+# part in a place of its own, `parts[row, block of I]`, and a small last kernel adds a row's parts from left to right. In a
+# layer of qwen3-30b-a3b that is 12 bytes a row, beside the 7,680 that the epilogue moves for it.
 #
 # ## The kernels
 #

@@ -87,6 +87,34 @@ def dispatch_backward_kernel(
 
 
 # --8<-- [start:slots]
+@triton.jit
+def add_slots(
+    slots_ptr,  # (T, K, H) read at live routes
+    topk_weights_ptr,  # (T, K) read, any strides; or None: every weight is 1
+    row_of_slot_ptr,  # (T, K) int32, read
+    token,  # (BLOCK_R,) int64
+    h,  # (BLOCK_N,) columns
+    T,
+    stride_t,
+    stride_k,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The weighted sum over each token's live slots, in slot order, (BLOCK_R, BLOCK_N) fp32."""
+    y = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+    for slot in tl.static_range(K):
+        live = tl.load(row_of_slot_ptr + token * K + slot, mask=token < T, other=-1) >= 0
+        at = slots_ptr + (token * K + slot)[:, None] * H + h[None, :]
+        value = tl.load(at, mask=live[:, None] & (h < H)[None, :], other=0.0).to(tl.float32)
+        if topk_weights_ptr is not None:
+            at_weight = topk_weights_ptr + token * stride_t + tl.cast(slot, tl.int64) * stride_k
+            value *= tl.load(at_weight, mask=live, other=0.0).to(tl.float32)[:, None]
+        y += value
+    return y
+
+
 @triton.jit(do_not_specialize=["T"])
 def sum_slots_kernel(
     slots_ptr,  # (T, K, H) read at live routes
@@ -110,16 +138,7 @@ def sum_slots_kernel(
     token = (tl.program_id(0) // column_blocks * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
     h = tl.program_id(0) % column_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
 
-    y = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
-    for slot in tl.static_range(K):
-        live = tl.load(row_of_slot_ptr + token * K + slot, mask=token < T, other=-1) >= 0
-        at = slots_ptr + (token * K + slot)[:, None] * H + h[None, :]
-        value = tl.load(at, mask=live[:, None] & (h < H)[None, :], other=0.0).to(tl.float32)
-        if topk_weights_ptr is not None:
-            at_weight = topk_weights_ptr + token * stride_t + tl.cast(slot, tl.int64) * stride_k
-            value *= tl.load(at_weight, mask=live, other=0.0).to(tl.float32)[:, None]
-        y += value
-
+    y = add_slots(slots_ptr, topk_weights_ptr, row_of_slot_ptr, token, h, T, stride_t, stride_k, K, H, BLOCK_R, BLOCK_N)
     mask = (token < T)[:, None] & (h < H)[None, :]
     tl.store(y_ptr + token[:, None] * H + h[None, :], narrow(y, y_ptr.dtype.element_ty), mask=mask)
 

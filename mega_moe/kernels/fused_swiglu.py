@@ -6,7 +6,7 @@ tile of dact reads the same tile of pre and turns both into dpre, the weighted a
 share of <dact, act>, the router weight's gradient. dact itself never reaches memory.
 
 A row's <dact, act> runs over all of I, and a tile holds some columns of it. Each tile stores its own part, and a last
-kernel adds a route's parts in the order of the columns: no atomics, so the same bits every time.
+kernel adds a row's parts in the order of the columns: no atomics, so the same bits every time.
 """
 
 import torch
@@ -135,9 +135,22 @@ def chunks_of(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constex
 
 
 @triton.jit
-def load_chunk(pre_at, i, live, I: tl.constexpr):
+def inside(rows, i, I: tl.constexpr, FULL: tl.constexpr):
+    """The mask of a tile with these rows (None: all) and columns i. A mask of rows alone takes far fewer registers."""
+    mask = None
+    if rows is None and not FULL:
+        mask = (i < I)[None, :]
+    elif rows is not None and FULL:  # every column exists
+        mask = rows[:, None]
+    elif rows is not None:
+        mask = rows[:, None] & (i < I)[None, :]
+    return mask
+
+
+@triton.jit
+def load_chunk(pre_at, i, live, I: tl.constexpr, FULL: tl.constexpr):
     """gate and up of some columns, as they lie in memory; zeros for rows that are not live."""
-    mask = live[:, None] & (i < I)[None, :]
+    mask = inside(live, i, I, FULL)
     gate = tl.load(pre_at[:, None] + i[None, :], mask=mask, other=0.0)
     return gate, tl.load(pre_at[:, None] + (I + i)[None, :], mask=mask, other=0.0)
 
@@ -150,7 +163,7 @@ def swiglu_backward_epilogue(
     weighted_act_at,  # (BLOCK_R,) where each row of weighted act begins, written; or None
     weight,  # (BLOCK_R,) fp32
     live,  # (BLOCK_R,) whether this is a row of the tile's expert: the results of others are zeros
-    stored,  # (BLOCK_R,) whether the row's results are written
+    stored,  # (BLOCK_R,) whether the row's results are written; None: all of them are
     first,  # the column of I where the tile begins
     LIMIT: tl.constexpr,
     I: tl.constexpr,
@@ -164,20 +177,21 @@ def swiglu_backward_epilogue(
     time are worked on, while the gate and up of the next are on their way.
     """
     CHUNKS: tl.constexpr = BLOCK_N // CHUNK
+    FULL: tl.constexpr = I % BLOCK_N == 0
     dtype: tl.constexpr = pre_at.dtype.element_ty
     chunks = chunks_of(dact, BLOCK_R, BLOCK_N, CHUNK)
-    gate, up = load_chunk(pre_at, first + tl.arange(0, CHUNK), live, I)
+    gate, up = load_chunk(pre_at, first + tl.arange(0, CHUNK), live, I, FULL)
     part = tl.zeros((BLOCK_R,), tl.float32)
     for chunk in tl.static_range(CHUNKS):
         i = first + chunk * CHUNK + tl.arange(0, CHUNK)
         if chunk + 1 < CHUNKS:
-            next_gate, next_up = load_chunk(pre_at, i + CHUNK, live, I)
+            next_gate, next_up = load_chunk(pre_at, i + CHUNK, live, I, FULL)
 
         dact = tl.where(live[:, None] & (i < I)[None, :], chunks[chunk], 0.0)
         act, dgate, dup = act_and_dpre(dact, gate.to(tl.float32), up.to(tl.float32), weight[:, None], LIMIT, dtype)
         part += tl.sum(dact * act, 1)
 
-        mask = stored[:, None] & (i < I)[None, :]
+        mask = inside(stored, i, I, FULL)
         if weighted_act_at is not None:
             tl.store(weighted_act_at[:, None] + i[None, :], narrow(weight[:, None] * act, dtype), mask=mask)
         if dpre_at is not None:
@@ -198,7 +212,7 @@ def dact_swiglu_kernel(
     slot_of_row_ptr,  # (R,) int32, read
     dpre_ptr,  # (R, 2, I) written where a row has an expert; or None
     weighted_act_ptr,  # (R, I) written where a row has an expert; or None
-    parts_ptr,  # (T*K, blocks of I) fp32, written at live routes; or None
+    parts_ptr,  # (R, blocks of I) fp32, written where a row has an expert; or None
     row_start_ptr,  # (E+1,) int32, read
     E,
     stride_we,
@@ -251,16 +265,26 @@ def dact_swiglu_kernel(
             CHUNK,
         )
         if parts_ptr is not None:
-            tl.store(parts_ptr + route * column_blocks + column_block, part, mask=live)
+            tl.store(parts_ptr + r.to(tl.int64) * column_blocks + column_block, part, mask=live)
 
 
 # --8<-- [end:dact]
 
 
 # --8<-- [start:dtopk_weights]
+@triton.jit
+def add_parts(parts_ptr, row_of_slot_ptr, dtopk_weights_ptr, route, inside, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the router weights' gradients of BLOCK routes: their rows' parts, added in the order of the columns."""
+    row = tl.load(row_of_slot_ptr + route, mask=inside, other=-1)
+    dweight = tl.zeros((BLOCK,), tl.float32)
+    for part in range(PARTS):
+        dweight += tl.load(parts_ptr + row.to(tl.int64) * PARTS + part, mask=row >= 0, other=0.0)
+    tl.store(dtopk_weights_ptr + route, narrow(dweight, dtopk_weights_ptr.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=["R"])
 def dtopk_weights_kernel(
-    parts_ptr,  # (T*K, PARTS) fp32, read at live routes
+    parts_ptr,  # (R, PARTS) fp32, read where a row has an expert
     row_of_slot_ptr,  # (T, K) int32, read
     dtopk_weights_ptr,  # (T, K) written, all of it
     R,
@@ -269,14 +293,10 @@ def dtopk_weights_kernel(
 ):
     """Grid: one program for each block of routes. A masked route has no parts, and gets exactly 0.
 
-    Example: parts = [[1., 2.], [NaN, NaN]], row_of_slot = [[0, -1]]: dtopk_weights = [[3., 0.]].
+    Example: parts = [[1., 2.], [3., 4.], [NaN, NaN]], row_of_slot = [[1, -1, 0]]: dtopk_weights = [[7., 0., 3.]].
     """
     route = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = tl.load(row_of_slot_ptr + route, mask=route < R, other=-1) >= 0
-    dweight = tl.zeros((BLOCK,), tl.float32)
-    for part in range(PARTS):
-        dweight += tl.load(parts_ptr + route.to(tl.int64) * PARTS + part, mask=live, other=0.0)
-    tl.store(dtopk_weights_ptr + route, narrow(dweight, dtopk_weights_ptr.dtype.element_ty), mask=route < R)
+    add_parts(parts_ptr, row_of_slot_ptr, dtopk_weights_ptr, route, route < R, PARTS, BLOCK)
 
 
 # --8<-- [end:dtopk_weights]
@@ -358,7 +378,7 @@ def dact_swiglu(
 
 
 def sum_parts(parts: Tensor, topk_weights: Tensor, plan: Plan) -> Tensor:
-    """parts (T*K, blocks of I) fp32 -> dtopk_weights (T, K), of topk_weights' dtype: summed in order, rounded once."""
+    """parts (R, blocks of I) fp32 -> dtopk_weights (T, K), of topk_weights' dtype: summed in order, rounded once."""
     R, parts_of_row = parts.shape
     dtopk_weights = topk_weights.new_empty(topk_weights.shape)  # contiguous, whatever the strides of topk_weights
     tile = blocks_for(topk_weights.dtype).elementwise

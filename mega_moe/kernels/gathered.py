@@ -127,7 +127,7 @@ def gathered_dact_kernel(
     slot_of_row_ptr,  # (R,) int32, read
     dpre_ptr,  # (R, 2, I) written where a row has an expert; or None
     weighted_act_ptr,  # (R, I) written where a row has an expert; or None
-    parts_ptr,  # (T*K, blocks of I) fp32, written at live routes; or None
+    parts_ptr,  # (R, blocks of I) fp32, written where a row has an expert; or None
     row_start_ptr,  # (E+1,) int32, read
     E,
     stride_dyt,
@@ -182,7 +182,7 @@ def gathered_dact_kernel(
             CHUNK,
         )
         if parts_ptr is not None:
-            tl.store(parts_ptr + route * column_blocks + column_block, part, mask=live)
+            tl.store(parts_ptr + r.to(tl.int64) * column_blocks + column_block, part, mask=live)
 
 
 # --8<-- [end:dact]

@@ -66,6 +66,47 @@ def load_gathered(at, c, C: tl.constexpr, BLOCK_C: tl.constexpr):
 
 # --8<-- [start:gate_up]
 @triton.jit
+def gate_up_strip(
+    x_at,  # (BLOCK_R, BLOCK_C) where the first step of each row begins
+    w_desc,  # (E, 2, I, H) read: gate and up of the same columns come as one tile
+    pre_ptr,  # (R, 2, I) written at the block's live rows; or None
+    act_ptr,  # (rows in blocks, I) written in all of the block; or None
+    block,
+    expert,
+    row,  # the block's first
+    rows,  # how many of the block are live
+    strip,
+    stride_xh,
+    stride_act,
+    H: tl.constexpr,
+    I: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    STRIP: tl.constexpr,
+    FLATTEN: tl.constexpr,
+):
+    """pre and act of a block of rows and a strip of column blocks of I."""
+    column_blocks: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
+    i_block = tl.arange(0, BLOCK_R)
+    first = strip * STRIP
+    for column in tl.range(first, tl.minimum(first + STRIP, column_blocks), flatten=FLATTEN):
+        gate_up = tl.zeros((BLOCK_R, 2 * BLOCK_N), tl.float32)
+        for start in range(0, H, BLOCK_C):
+            x = load_gathered(x_at + tl.cast(start, tl.int64) * stride_xh, start, H, BLOCK_C)
+            w = w_desc.load([expert, 0, column * BLOCK_N, start]).reshape(2 * BLOCK_N, BLOCK_C)
+            gate_up = dot(x, w.T, gate_up)
+
+        gate, up = halves(gate_up, BLOCK_R, 2 * BLOCK_N)
+        pre_at = rows_at(pre_ptr, row + i_block, 2 * I)
+        act_at = rows_at(act_ptr, block.to(tl.int64) * BLOCK_R + i_block, stride_act)
+        i = column * BLOCK_N + tl.arange(0, BLOCK_N)
+        every = i_block < BLOCK_R  # down reads whole blocks
+        store_pre_and_act(gate, up, pre_at, act_at, i_block < rows, every, i, LIMIT, I, x_at.dtype.element_ty)
+
+
+@triton.jit
 def persistent_gate_up_kernel(
     x_ptr,  # (T, H) read, any strides
     w_desc,  # (E, 2, I, H) read: gate and up of the same columns come as one tile
@@ -103,23 +144,29 @@ def persistent_gate_up_kernel(
         next_token = look_up_rows(following, tickets, strips, token_in_blocks_ptr, BLOCK_R)
         after = draw(ticket_ptr)
 
-        i_block = tl.arange(0, BLOCK_R)
         c = tl.arange(0, BLOCK_C).to(tl.int64)
         x_at = x_ptr + token[:, None] * stride_xt + c[None, :] * stride_xh
-        first = ticket % strips * STRIP
-        for column in tl.range(first, tl.minimum(first + STRIP, column_blocks), flatten=FLATTEN):
-            gate_up = tl.zeros((BLOCK_R, 2 * BLOCK_N), tl.float32)
-            for start in range(0, H, BLOCK_C):
-                x = load_gathered(x_at + tl.cast(start, tl.int64) * stride_xh, start, H, BLOCK_C)
-                w = w_desc.load([expert, 0, column * BLOCK_N, start]).reshape(2 * BLOCK_N, BLOCK_C)
-                gate_up = dot(x, w.T, gate_up)
-
-            gate, up = halves(gate_up, BLOCK_R, 2 * BLOCK_N)
-            pre_at = rows_at(pre_ptr, row + i_block, 2 * I)
-            act_at = rows_at(act_ptr, block.to(tl.int64) * BLOCK_R + i_block, stride_act)
-            i = column * BLOCK_N + tl.arange(0, BLOCK_N)
-            every = i_block < BLOCK_R  # down reads whole blocks
-            store_pre_and_act(gate, up, pre_at, act_at, i_block < rows, every, i, LIMIT, I, x_ptr.dtype.element_ty)
+        gate_up_strip(
+            x_at,
+            w_desc,
+            pre_ptr,
+            act_ptr,
+            block,
+            expert,
+            row,
+            rows,
+            ticket % strips,
+            stride_xh,
+            stride_act,
+            H,
+            I,
+            LIMIT,
+            BLOCK_R,
+            BLOCK_N,
+            BLOCK_C,
+            STRIP,
+            FLATTEN,
+        )
 
         ticket, following = following, after
         block, expert, row, rows, token = next_block, next_expert, next_row, next_rows, next_token
@@ -129,6 +176,43 @@ def persistent_gate_up_kernel(
 
 
 # --8<-- [start:slots]
+@triton.jit
+def slot_gemm_strip(
+    a_desc,  # (rows in blocks, C) read
+    w_desc,  # (E, N, C) read, or (E, C, N)
+    slots_ptr,  # (T, K, N) written at live routes
+    route,  # (BLOCK_R,) the route that each row serves, -1 for none
+    block,
+    expert,
+    strip,
+    C: tl.constexpr,
+    N: tl.constexpr,
+    W_IS_NC: tl.constexpr,  # how w lies
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    STRIP: tl.constexpr,
+    FLATTEN: tl.constexpr,
+):
+    """The slots of a block of rows, in a strip of column blocks of N."""
+    column_blocks: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    first = strip * STRIP
+    for column in tl.range(first, tl.minimum(first + STRIP, column_blocks), flatten=FLATTEN):
+        acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+        for start in range(0, C, BLOCK_C):
+            a = a_desc.load([block * BLOCK_R, start])
+            if W_IS_NC:
+                w = load_matrix(w_desc, expert, column * BLOCK_N, start, BLOCK_N, BLOCK_C).T
+            else:
+                w = load_matrix(w_desc, expert, start, column * BLOCK_N, BLOCK_C, BLOCK_N)
+            acc = dot(a, w, acc)
+
+        n = column * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask = (route >= 0)[:, None] & (n < N)[None, :]
+        slots_at = slots_ptr + route[:, None] * N + n[None, :]
+        tl.store(slots_at, narrow(acc, slots_ptr.dtype.element_ty), mask=mask)
+
+
 @triton.jit
 def persistent_slot_gemm_kernel(
     a_desc,  # (rows in blocks, C) read
@@ -162,21 +246,23 @@ def persistent_slot_gemm_kernel(
         next_block, next_expert, _, _ = look_up(following, tickets, strips, row_blocks_ptr)
         after = draw(ticket_ptr)
 
-        first = ticket % strips * STRIP
-        for column in tl.range(first, tl.minimum(first + STRIP, column_blocks), flatten=FLATTEN):
-            acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
-            for start in range(0, C, BLOCK_C):
-                a = a_desc.load([block * BLOCK_R, start])
-                if W_IS_NC:
-                    w = load_matrix(w_desc, expert, column * BLOCK_N, start, BLOCK_N, BLOCK_C).T
-                else:
-                    w = load_matrix(w_desc, expert, start, column * BLOCK_N, BLOCK_C, BLOCK_N)
-                acc = dot(a, w, acc)
-
-            n = column * BLOCK_N + tl.arange(0, BLOCK_N)
-            mask = (route >= 0)[:, None] & (n < N)[None, :]
-            slots_at = slots_ptr + route[:, None] * N + n[None, :]
-            tl.store(slots_at, narrow(acc, slots_ptr.dtype.element_ty), mask=mask)
+        slot_gemm_strip(
+            a_desc,
+            w_desc,
+            slots_ptr,
+            route,
+            block,
+            expert,
+            ticket % strips,
+            C,
+            N,
+            W_IS_NC,
+            BLOCK_R,
+            BLOCK_N,
+            BLOCK_C,
+            STRIP,
+            FLATTEN,
+        )
 
         ticket, following = following, after
         block, expert = next_block, next_expert
@@ -187,6 +273,65 @@ def persistent_slot_gemm_kernel(
 
 # --8<-- [start:dact]
 @triton.jit
+def dact_strip(
+    dy_at,  # (BLOCK_R, BLOCK_C) where the first step of each row begins
+    w_desc,  # (E, H, I) read
+    pre_ptr,  # (R, 2, I) read
+    dpre_ptr,  # (rows in blocks, 2I) written in all of the block; or None
+    weighted_act_ptr,  # (rows in blocks, I) written in all of the block; or None
+    parts_ptr,  # (R, blocks of I) fp32, written where a row has an expert; or None
+    weight,  # (BLOCK_R,) fp32, of each row's route
+    live,  # (BLOCK_R,) whether it has one
+    block,
+    expert,
+    row,  # the block's first
+    strip,
+    stride_dyh,
+    stride_dpre,
+    stride_act,
+    H: tl.constexpr,
+    I: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STRIP: tl.constexpr,
+    FLATTEN: tl.constexpr,
+):
+    """What dact of a block of rows and a strip of column blocks of I turns into; dact itself is not stored."""
+    column_blocks: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
+    i_block = tl.arange(0, BLOCK_R)
+    first = strip * STRIP
+    for column in tl.range(first, tl.minimum(first + STRIP, column_blocks), flatten=FLATTEN):
+        dact = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+        if dpre_ptr is not None or parts_ptr is not None:  # weighted act alone is made without it
+            for start in range(0, H, BLOCK_C):
+                dy = load_gathered(dy_at + tl.cast(start, tl.int64) * stride_dyh, start, H, BLOCK_C)
+                w = load_matrix(w_desc, expert, start, column * BLOCK_N, BLOCK_C, BLOCK_N)
+                dact = dot(dy, w, dact)
+
+        r_in_blocks = block.to(tl.int64) * BLOCK_R + i_block
+        part = swiglu_backward_epilogue(
+            dact,
+            rows_at(pre_ptr, row + i_block, 2 * I),
+            rows_at(dpre_ptr, r_in_blocks, stride_dpre),
+            rows_at(weighted_act_ptr, r_in_blocks, stride_act),
+            weight,
+            live,
+            None,  # all rows are stored: dw reads the zeros of those that pad the block
+            column * BLOCK_N,
+            LIMIT,
+            I,
+            BLOCK_R,
+            BLOCK_N,
+            CHUNK,
+        )
+        if parts_ptr is not None:
+            tl.store(parts_ptr + (row + i_block).to(tl.int64) * column_blocks + column, part, mask=live)
+
+
+@triton.jit
 def persistent_dact_kernel(
     dy_ptr,  # (T, H) read, any strides
     w_desc,  # (E, H, I) read
@@ -194,7 +339,7 @@ def persistent_dact_kernel(
     topk_weights_ptr,  # (T, K) read, any strides
     dpre_ptr,  # (rows in blocks, 2I) written in every block that holds rows; or None
     weighted_act_ptr,  # (rows in blocks, I) written in every block that holds rows; or None
-    parts_ptr,  # (T*K, blocks of I) fp32, written at live routes; or None
+    parts_ptr,  # (R, blocks of I) fp32, written where a row has an expert; or None
     row_blocks_ptr,  # (blocks, 3) int32, read
     token_in_blocks_ptr,  # (rows in blocks,) int32, read
     route_in_blocks_ptr,  # (rows in blocks,) int32, read
@@ -233,38 +378,35 @@ def persistent_dact_kernel(
         next_block, next_expert, next_row, _ = look_up(following, tickets, strips, row_blocks_ptr)
         after = draw(ticket_ptr)
 
-        i_block = tl.arange(0, BLOCK_R)
         c = tl.arange(0, BLOCK_C).to(tl.int64)
         dy_at = dy_ptr + token[:, None] * stride_dyt + c[None, :] * stride_dyh
         live = route >= 0
-        weight = weight_of_route(route, live, topk_weights_ptr, stride_t, stride_k, K)
-        first = ticket % strips * STRIP
-        for column in tl.range(first, tl.minimum(first + STRIP, column_blocks), flatten=FLATTEN):
-            dact = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
-            if dpre_ptr is not None or parts_ptr is not None:  # weighted act alone is made without it
-                for start in range(0, H, BLOCK_C):
-                    dy = load_gathered(dy_at + tl.cast(start, tl.int64) * stride_dyh, start, H, BLOCK_C)
-                    w = load_matrix(w_desc, expert, start, column * BLOCK_N, BLOCK_C, BLOCK_N)
-                    dact = dot(dy, w, dact)
-
-            r_in_blocks = block.to(tl.int64) * BLOCK_R + i_block
-            part = swiglu_backward_epilogue(
-                dact,
-                rows_at(pre_ptr, row + i_block, 2 * I),
-                rows_at(dpre_ptr, r_in_blocks, stride_dpre),
-                rows_at(weighted_act_ptr, r_in_blocks, stride_act),
-                weight,
-                live,
-                i_block < BLOCK_R,  # all rows: dw reads the zeros of those that pad the block
-                column * BLOCK_N,
-                LIMIT,
-                I,
-                BLOCK_R,
-                BLOCK_N,
-                CHUNK,
-            )
-            if parts_ptr is not None:
-                tl.store(parts_ptr + route * column_blocks + column, part, mask=live)
+        dact_strip(
+            dy_at,
+            w_desc,
+            pre_ptr,
+            dpre_ptr,
+            weighted_act_ptr,
+            parts_ptr,
+            weight_of_route(route, live, topk_weights_ptr, stride_t, stride_k, K),
+            live,
+            block,
+            expert,
+            row,
+            ticket % strips,
+            stride_dyh,
+            stride_dpre,
+            stride_act,
+            H,
+            I,
+            LIMIT,
+            BLOCK_R,
+            BLOCK_N,
+            BLOCK_C,
+            CHUNK,
+            STRIP,
+            FLATTEN,
+        )
 
         ticket, following = following, after
         block, expert, row = next_block, next_expert, next_row
@@ -281,6 +423,57 @@ def look_up_expert(ticket, tickets, strips, longest_first_ptr):
     known = ticket < tickets
     expert, block = tl.load(at, mask=known, other=0), tl.load(at + 1, mask=known, other=0)
     return expert, block, tl.load(at + 2, mask=known, other=0)
+
+
+@triton.jit
+def weight_grad_tile(
+    a_desc,  # (rows in blocks, M) read; zeros where a block is padded
+    tokens_ptr,  # (T, N) read, any strides
+    dw_ptr,  # (E, M, N) written at the tile, any strides
+    token_at,  # where the token of the expert's first row stands, the others behind it
+    expert,
+    first_row,  # the expert's first among the rows in blocks
+    rows,
+    tile,
+    stride_tokens_t,
+    stride_tokens_n,
+    stride_dwe,
+    stride_dwm,
+    stride_dwn,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """A tile of one expert's weight gradient, summed over its rows in order; without rows it is zeros.
+
+    The rows that pad the last step are zeros in a, and the expert's last token here: no other expert's token, whose NaN
+    would reach this gradient as 0 * NaN.
+    """
+    n_blocks: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    first_m = tile // n_blocks * BLOCK_M
+    n = tile % n_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    r = tl.arange(0, BLOCK_R)
+    tokens_at = tokens_ptr + n.to(tl.int64)[None, :] * stride_tokens_n
+    token = tl.load(token_at + tl.minimum(r, rows - 1), mask=rows > 0, other=0)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, rows, BLOCK_R):
+        a = a_desc.load([first_row + start, first_m])
+        at = tokens_at + token.to(tl.int64)[:, None] * stride_tokens_t
+        if N % BLOCK_N == 0:
+            b = tl.load(at)
+        else:
+            b = tl.load(at, mask=(n < N)[None, :], other=0.0)
+        next_r = start + BLOCK_R + r
+        token = tl.load(token_at + tl.minimum(next_r, rows - 1), mask=start + BLOCK_R < rows, other=0)
+        acc = dot(a.T, b, acc)
+
+    m = first_m + tl.arange(0, BLOCK_M)
+    mask = (m < M)[:, None] & (n < N)[None, :]
+    to_dw = dw_ptr + expert.to(tl.int64) * stride_dwe
+    to_dw += m.to(tl.int64)[:, None] * stride_dwm + n.to(tl.int64)[None, :] * stride_dwn
+    tl.store(to_dw, narrow(acc, dw_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["E"])
@@ -310,8 +503,7 @@ def persistent_weight_grad_kernel(
     Example: two experts, the first with two rows, which are tokens 1 and 0, a = [[1.], [2.]],
     tokens = [[5., 6.], [3., 4.]]: dw = [[[13., 16.]], [[0., 0.]]].
     """
-    n_blocks: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    tiles: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M * n_blocks
+    tiles: tl.constexpr = ((M + BLOCK_M - 1) // BLOCK_M) * ((N + BLOCK_N - 1) // BLOCK_N)
     tickets = E * tiles
     ticket, following = draw(ticket_ptr), draw(ticket_ptr)
     expert, block, rows = look_up_expert(ticket, tickets, tiles, longest_first_ptr)
@@ -319,28 +511,26 @@ def persistent_weight_grad_kernel(
         next_expert, next_block, next_rows = look_up_expert(following, tickets, tiles, longest_first_ptr)
         after = draw(ticket_ptr)
 
-        first_m = ticket % tiles // n_blocks * BLOCK_M
-        n = ticket % n_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-        r = tl.arange(0, BLOCK_R)
-        tokens_at = tokens_ptr + n.to(tl.int64)[None, :] * stride_tokens_n
-        token_at = token_in_blocks_ptr + block.to(tl.int64) * ROWS_OF_BLOCK + r
-        token = tl.load(token_at, mask=rows > 0, other=0)
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for start in range(0, rows, BLOCK_R):
-            a = a_desc.load([block * ROWS_OF_BLOCK + start, first_m])
-            at = tokens_at + token.to(tl.int64)[:, None] * stride_tokens_t
-            if N % BLOCK_N == 0:
-                b = tl.load(at)
-            else:
-                b = tl.load(at, mask=(n < N)[None, :], other=0.0)
-            token = tl.load(token_at + start + BLOCK_R, mask=start + BLOCK_R < rows, other=0)
-            acc = dot(a.T, b, acc)
-
-        m = first_m + tl.arange(0, BLOCK_M)
-        mask = (m < M)[:, None] & (n < N)[None, :]
-        to_dw = dw_ptr + expert.to(tl.int64) * stride_dwe
-        to_dw += m.to(tl.int64)[:, None] * stride_dwm + n.to(tl.int64)[None, :] * stride_dwn
-        tl.store(to_dw, narrow(acc, dw_ptr.dtype.element_ty), mask=mask)
+        weight_grad_tile(
+            a_desc,
+            tokens_ptr,
+            dw_ptr,
+            token_in_blocks_ptr + block.to(tl.int64) * ROWS_OF_BLOCK,
+            expert,
+            block * ROWS_OF_BLOCK,
+            rows,
+            ticket % tiles,
+            stride_tokens_t,
+            stride_tokens_n,
+            stride_dwe,
+            stride_dwm,
+            stride_dwn,
+            M,
+            N,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_R,
+        )
 
         ticket, following = following, after
         expert, block, rows = next_expert, next_block, next_rows

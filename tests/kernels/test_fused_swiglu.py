@@ -76,9 +76,10 @@ def test_dact_does_its_example(framed_memory):
 
 
 def test_dtopk_weights_does_its_example(framed_memory):
-    plan = routing.plan(tensor([[0, -1]]), 1)
-    assert plan.row_of_slot.tolist() == [[0, -1]]
-    assert sum_parts(tensor([[1.0, 2.0], [nan, nan]]), tensor([[1.0, 1.0]]), plan).tolist() == [[3.0, 0.0]]
+    plan = routing.plan(tensor([[1, -1, 0]]), 2)
+    assert plan.row_of_slot.tolist() == [[1, -1, 0]]
+    parts = tensor([[1.0, 2.0], [3.0, 4.0], [nan, nan]])
+    assert sum_parts(parts, tensor([[1.0, 1.0, 1.0]]), plan).tolist() == [[7.0, 0.0, 3.0]]
 
 
 @both_dtypes
