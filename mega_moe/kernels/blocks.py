@@ -118,6 +118,23 @@ class Persistent:
 
 
 @dataclass(frozen=True)
+class Mega(Persistent):
+    """The tiles of a launch that does all steps of a direction. It has one number of warps, and one of pipeline stages
+    a direction: gate_up's forward, dact's backward.
+
+    Attributes:
+        combine: a combine tile: BLOCK_R tokens, BLOCK_N columns at a time.
+        group: experts whose tiles of one step stand together in the schedule. The next step of a group is one group
+            behind: long enough for it not to wait, short enough for what it reads to be in cache still.
+        ahead: weight-gradient tiles before the first combine tile of backward.
+    """
+
+    combine: Elementwise
+    group: int
+    ahead: int
+
+
+@dataclass(frozen=True)
 class Blocks:
     """The block sizes of one kind of GPU for one width of dtype."""
 
@@ -128,6 +145,7 @@ class Blocks:
     gathered_weight_grad: WeightGrad
     elementwise: Elementwise
     persistent: Persistent
+    mega: Mega
 
 
 MAP = Elementwise(BLOCK_R=8, BLOCK_N=256, num_warps=4)
@@ -140,6 +158,13 @@ def persistent(BLOCK_R: int, N: int, C: int, warps: int, stages: int, chunk: int
     return Persistent(BLOCK_R, gate_up, strips, DactStrips(N, C, 1, False, warps, stages, chunk), strips, dw, dw)
 
 
+def mega(BLOCK_R: int, N: int, C: int, warps: int, stages: int, chunk: int, group: int = 16) -> Mega:
+    """The same tiles, one a ticket, in one launch."""
+    tiles = persistent(BLOCK_R, N, C, warps, stages, chunk)
+    each = {f.name: getattr(tiles, f.name) for f in fields(Persistent)}
+    return Mega(**each, combine=Elementwise(16, 256, warps), group=group, ahead=132)
+
+
 # fp32 is multiplied as IEEE fp32, without TF32's matrix instructions: it is for checking, and its tiles are small.
 FP32 = Blocks(
     rows=Rows(64, 64, 32, 8, 2),
@@ -149,6 +174,7 @@ FP32 = Blocks(
     gathered_weight_grad=WeightGrad(64, 64, 32, 8, 2),
     elementwise=Elementwise(8, 128, 4),
     persistent=persistent(BLOCK_R=64, N=64, C=32, warps=8, stages=2, chunk=32),
+    mega=mega(BLOCK_R=64, N=64, C=32, warps=8, stages=2, chunk=32),
 )
 
 HALF = {  # bf16 and fp16
@@ -169,6 +195,18 @@ HALF = {  # bf16 and fp16
             dw_down=ResidentWeightGrad(256, 128, 64, 8, 3),
             dw_gate_up=ResidentWeightGrad(256, 128, 64, 8, 3),
         ),
+        mega=Mega(
+            BLOCK_R=128,
+            gate_up=Strips(128, 64, 1, False, 8, 4),
+            down=Strips(256, 64, 1, False, 8, 4),
+            dact=DactStrips(256, 64, 1, False, 8, 3, CHUNK=32),
+            dx=Strips(256, 64, 1, False, 8, 3),
+            dw_down=ResidentWeightGrad(256, 128, 64, 8, 3),
+            dw_gate_up=ResidentWeightGrad(256, 128, 64, 8, 3),
+            combine=Elementwise(16, 256, 8),
+            group=16,
+            ahead=132,
+        ),
     ),
     "sm_100": Blocks(
         rows=Rows(128, 256, 64, 8, 3),
@@ -178,6 +216,7 @@ HALF = {  # bf16 and fp16
         gathered_weight_grad=WeightGrad(256, 128, 64, 8, 3),
         elementwise=MAP,
         persistent=persistent(BLOCK_R=128, N=256, C=64, warps=8, stages=3, chunk=32),
+        mega=mega(BLOCK_R=128, N=128, C=64, warps=8, stages=3, chunk=32),
     ),
     "portable": Blocks(
         rows=Rows(64, 128, 32, 4, 3),
@@ -187,6 +226,7 @@ HALF = {  # bf16 and fp16
         gathered_weight_grad=WeightGrad(128, 64, 32, 4, 3),
         elementwise=MAP,
         persistent=persistent(BLOCK_R=64, N=128, C=32, warps=4, stages=3, chunk=32),
+        mega=mega(BLOCK_R=64, N=128, C=32, warps=4, stages=3, chunk=32),
     ),
 }
 HALF["gfx942"] = HALF["gfx950"] = Blocks(
@@ -197,6 +237,7 @@ HALF["gfx942"] = HALF["gfx950"] = Blocks(
     gathered_weight_grad=WeightGrad(128, 128, 64, 8, 2),
     elementwise=MAP,
     persistent=persistent(BLOCK_R=128, N=128, C=64, warps=8, stages=2, chunk=32),
+    mega=mega(BLOCK_R=128, N=128, C=32, warps=8, stages=2, chunk=32),
 )
 
 MEASURED = ("sm_90",)  # on an H200; the others satisfy the compiler (no spills, shared memory fits) and await their GPU
@@ -218,6 +259,18 @@ INTERPRETER = Blocks(
         dx=Strips(64, 64, 1, False, 1, 1),
         dw_down=ResidentWeightGrad(64, 64, 32, 1, 1),
         dw_gate_up=ResidentWeightGrad(64, 64, 32, 1, 1),
+    ),
+    mega=Mega(
+        BLOCK_R=32,
+        gate_up=Strips(32, 64, 2, False, 1, 1),
+        down=Strips(64, 64, 2, False, 1, 1),
+        dact=DactStrips(64, 64, 1, False, 1, 1, CHUNK=32),
+        dx=Strips(64, 64, 1, False, 1, 1),
+        dw_down=ResidentWeightGrad(64, 64, 32, 1, 1),
+        dw_gate_up=ResidentWeightGrad(64, 64, 32, 1, 1),
+        combine=Elementwise(16, 64, 1),
+        group=2,
+        ahead=3,
     ),
 )
 
@@ -250,6 +303,11 @@ def persistent_for(problem: Problem) -> Persistent:
     it, or the defaults where none was measured."""
     found = measured_for(problem)
     return found.tiles if found else blocks_for(problem.dtype).persistent
+
+
+def mega_for(problem: Problem) -> Mega:
+    """The tiles of one launch for this problem on the current device."""
+    return blocks_for(problem.dtype).mega
 
 
 TABLE = Path(__file__).with_name("blocks.json")

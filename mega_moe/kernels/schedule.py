@@ -1,0 +1,509 @@
+"""The schedule, made on the device: the same numbers, to the bit, as `mega_moe.schedule`, and nothing read on the host.
+
+A tile's place in the table is the number of tiles before it. To count them needs no list: before it stand whole phases
+of some groups, its phase's tiles of lower experts, and those of its own expert. So a place is a few sums over experts,
+and any program can put any tile into its place.
+
+Forward needs a plan too, and both come from one launch, whose programs draw tickets in this order: count the routes of
+each chunk; when all are counted, place the routes of each chunk (see plan.py); when row_start is written, write each
+part of the schedule. Who waits has drawn a later ticket than those it waits for, so the launch ends with any number of
+programs.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..schedule import COLUMNS, COMBINE, KINDS, Phase, Work, most_tiles, number_of_counters
+from ..shapes import Need, Plan, Problem
+from .blocks import Mega, Resident, Strips, WeightGrad, programs, routes
+from .plan import begin_chunk, chunks_and_blocks, count_chunk, empty_plan, place_chunk, store_row_start
+from .signal import draw, leave, signal, wait
+from .tile import INTERPRETED
+
+TILES, FIRST_COUNTER = tl.constexpr(1), tl.constexpr(2)
+"""Words of `Schedule.counters`: how many tiles there are, and the first counter they wait for. Word 0 is the ticket."""
+
+WORDS = 4
+"""Words that the programs of `plan_and_schedule` share; plan_and_schedule_kernel names them."""
+
+KEPT: dict[tuple, Tensor] = {}
+"""These words, for each device and stream; zeros between launches. Kept, because zeroing them is a launch."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The tiles of one direction of one call, to be drawn once. All int32, on the device.
+
+    Attributes:
+        table: (most tiles, 8); `mega_moe.schedule.COLUMNS` names the columns. Behind the last tile nothing is written.
+        counters: the ticket, which is zero; the number of tiles; then the counters that tiles wait for, numbered as in
+            `mega_moe.schedule`, all zeros.
+        work: what the tiles do.
+    """
+
+    table: Tensor
+    counters: Tensor
+    work: Work
+
+
+# --8<-- [start:places]
+@triton.jit
+def sum_below(expert, of_expert, BLOCK_E: tl.constexpr):
+    """Of each of N experts the sum over all lower ones: expert (N,), of_expert (BLOCK_E,) -> (N,)."""
+    return tl.sum(tl.where(tl.arange(0, BLOCK_E)[None, :] < expert[:, None], of_expert[None, :], 0), 1)
+
+
+@triton.jit
+def value_of(expert, of_expert, BLOCK_E: tl.constexpr):
+    """of_expert[expert] for each of N experts, 0 beyond the last: expert (N,), of_expert (BLOCK_E,) -> (N,)."""
+    return tl.sum(tl.where(tl.arange(0, BLOCK_E)[None, :] == expert[:, None], of_expert[None, :], 0), 1)
+
+
+@triton.jit
+def store_tiles(table_ptr, place, live, kind, expert, block, row, rows, column, arrivals):
+    """Put the live ones of (N, M) tiles into their places. place: (N, M); of the others each broadcasts to that."""
+    zero = tl.zeros_like(place)
+    even = tl.join(tl.join(zero + kind, zero + row), tl.join(zero + expert, zero + column))
+    odd = tl.join(tl.join(zero, zero + rows), tl.join(zero + block, zero + arrivals))
+    tile = tl.reshape(tl.join(even, odd), (place.shape[0], place.shape[1], 8))  # as COLUMNS says; the rank is 0
+    at = table_ptr + place.to(tl.int64)[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    tl.store(at, tile, mask=live[:, :, None])
+
+
+@triton.jit
+def write_part(
+    part,
+    row_start_ptr,
+    table_ptr,
+    counters_ptr,
+    R,
+    E,
+    K: tl.constexpr,
+    KIND_OF_PHASE: tl.constexpr,
+    STRIPS_OF_PHASE: tl.constexpr,
+    KIND_OF_GRAD: tl.constexpr,
+    TILES_OF_GRAD: tl.constexpr,
+    WAITS_FOR: tl.constexpr,
+    COMBINE_KIND: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    GROUP: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PART: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Write one part of the schedule: the tiles of PART row blocks, the weight gradients of the experts with the same
+    numbers, and the combine tiles with the same numbers. Part 0 writes the counters as well.
+    """
+    PHASES: tl.constexpr = len(STRIPS_OF_PHASE)
+    e = tl.arange(0, BLOCK_E)
+    start = tl.load(row_start_ptr + e, mask=e < E, other=0)
+    rows = tl.load(row_start_ptr + e + 1, mask=e < E, other=0) - start
+    blocks = tl.cdiv(rows, BLOCK_R)
+    all_blocks = tl.sum(blocks)
+    number = part * PART + tl.arange(0, PART)
+    column = tl.arange(0, COLUMNS)[None, :]
+
+    # Row blocks. Phase p of group g belongs to step g + p.
+    expert = tl.sum((tl.cumsum(blocks)[None, :] <= number[:, None]).to(tl.int32), 1)
+    row_in_expert = (number - sum_below(expert, blocks, BLOCK_E)) * BLOCK_R
+    row = value_of(expert, start, BLOCK_E) + row_in_expert
+    rows_of_block = tl.minimum(value_of(expert, rows, BLOCK_E) - row_in_expert, BLOCK_R)
+    blocks_of_expert = value_of(expert, blocks, BLOCK_E)
+    group = expert // GROUP
+    over_rows = 0
+    for p in tl.static_range(PHASES):
+        # Before it: of its own phase all lower row blocks; of phase q all groups of earlier steps, and that of its own
+        # step if q < p.
+        before = number * STRIPS_OF_PHASE[p]
+        for q in tl.static_range(PHASES):
+            if q != p:
+                end_of_groups = (group + (p - q + (q < p))) * GROUP
+                before += sum_below(end_of_groups, blocks, BLOCK_E) * STRIPS_OF_PHASE[q]
+        arrivals = blocks_of_expert * (STRIPS_OF_PHASE[p - 1] if p > 0 else 0)
+        for first in range(0, STRIPS_OF_PHASE[p], COLUMNS):
+            store_tiles(
+                table_ptr,
+                before[:, None] + first + column,
+                (number < all_blocks)[:, None] & (first + column < STRIPS_OF_PHASE[p]),
+                KIND_OF_PHASE[p],
+                expert[:, None],
+                number[:, None],
+                row[:, None],
+                rows_of_block[:, None],
+                first + column,
+                arrivals[:, None],
+            )
+        over_rows += all_blocks * STRIPS_OF_PHASE[p]
+
+    # The tail: weight gradients, longest expert first, and combine tiles in between.
+    grads = 0
+    for w in tl.static_range(len(TILES_OF_GRAD)):
+        grads += E * TILES_OF_GRAD[w]
+    combines = combine_tiles(R, K, COMBINE_KIND, BLOCK_T)
+    ahead = tl.minimum(grads, AHEAD)
+    step = tl.maximum((grads - ahead) // tl.maximum(combines, 1), 1)
+
+    if part * PART < E:
+        rows_here = value_of(number, rows, BLOCK_E)
+        longer = rows[None, :] > rows_here[:, None]
+        lower = (rows[None, :] == rows_here[:, None]) & (e[None, :] < number[:, None])
+        experts_before = tl.sum(((longer | lower) & (e < E)[None, :]).to(tl.int32), 1)
+        first_block = sum_below(number, blocks, BLOCK_E)
+        blocks_here = value_of(number, blocks, BLOCK_E)
+        first_grad = experts_before * (grads // E)
+        for w in tl.static_range(len(TILES_OF_GRAD)):
+            for first in range(0, TILES_OF_GRAD[w], COLUMNS):
+                grad = first_grad[:, None] + first + column
+                combines_before = tl.where(grad < ahead, 0, tl.minimum((grad - ahead) // step + 1, combines))
+                store_tiles(
+                    table_ptr,
+                    over_rows + grad + combines_before,
+                    (number < E)[:, None] & (first + column < TILES_OF_GRAD[w]),
+                    KIND_OF_GRAD[w],
+                    number[:, None],
+                    first_block[:, None],
+                    value_of(number, start, BLOCK_E)[:, None],
+                    rows_here[:, None],
+                    first + column,
+                    (blocks_here * STRIPS_OF_PHASE[WAITS_FOR])[:, None],
+                )
+            first_grad += TILES_OF_GRAD[w]
+
+    if COMBINE_KIND is not None:
+        token = number * BLOCK_T
+        before_combine = tl.minimum(ahead + number * step, grads)
+        store_tiles(
+            table_ptr,
+            (over_rows + before_combine + number)[:, None],
+            (number < combines)[:, None],
+            COMBINE_KIND,
+            0,
+            number[:, None],
+            token[:, None],
+            tl.minimum(R // K - token, BLOCK_T)[:, None],
+            0,
+            tl.sum(rows) * STRIPS_OF_PHASE[PHASES - 1],
+        )
+
+    if part == 0:
+        words = FIRST_COUNTER + PHASES * E + 1
+        for first in range(0, words, BLOCK_E):
+            word = first + e
+            tl.store(counters_ptr + word, tl.where(word == TILES, over_rows + grads + combines, 0), mask=word < words)
+
+
+@triton.jit
+def combine_tiles(R, K: tl.constexpr, COMBINE_KIND: tl.constexpr, BLOCK_T: tl.constexpr):
+    """How many combine tiles there are."""
+    tiles = R * 0
+    if COMBINE_KIND is not None:
+        tiles = tl.cdiv(R // K, BLOCK_T)
+    return tiles
+
+
+# --8<-- [end:places]
+
+
+# --8<-- [start:kernel]
+@triton.jit(do_not_specialize=["R", "E"])
+def plan_and_schedule_kernel(
+    topk_ids_ptr,  # (T, K) int32 or int64, read, any strides
+    count_ptr,  # (chunks, BLOCK_E) int32, written and read
+    row_start_ptr,  # (E+1,) int32, written
+    token_of_row_ptr,  # (R,) int32, written
+    slot_of_row_ptr,  # (R,) int32, written
+    row_of_slot_ptr,  # (T, K) int32, written
+    table_ptr,  # (most tiles, 8) int32, written as far as there are tiles
+    counters_ptr,  # (2 + counters,) int32, written
+    words_ptr,  # (WORDS,) int32, zeros before and after: ticket, chunks counted, row_start written, programs that left
+    R,
+    E,
+    stride_t,
+    stride_k,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    MOST_CHUNKS: tl.constexpr,
+    KIND_OF_PHASE: tl.constexpr,  # a tuple, as the next three
+    STRIPS_OF_PHASE: tl.constexpr,
+    KIND_OF_GRAD: tl.constexpr,
+    TILES_OF_GRAD: tl.constexpr,
+    WAITS_FOR: tl.constexpr,
+    COMBINE_KIND: tl.constexpr,  # None: no combine tiles
+    BLOCK_R: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    GROUP: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PART: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Grid: any number of programs. A ticket is a chunk to count, a chunk to place, or a part of the schedule.
+
+    Waits on: to place, all chunks being counted; for a part, row_start. Signals: each chunk that is counted, and
+    row_start. Who leaves last sets the words that all share back to zero.
+
+    Example: topk_ids = [[2, 0], [-1, 2], [2, -1]], E = 3: row_start = [0, 1, 1, 4], and with the work of the example in
+    mega_moe/schedule.py the table begins with the 8 rows written there, and counters = [0, 8, 0, 0, 0, 0, 0, 0, 0].
+    """
+    ticket_ptr, counted_ptr, row_start_written_ptr, left_ptr = words_ptr, words_ptr + 1, words_ptr + 2, words_ptr + 3
+    chunks = tl.minimum(tl.maximum(tl.cdiv(R, BLOCK), 1), MOST_CHUNKS)
+    most_blocks = tl.maximum(R // BLOCK_R + E, combine_tiles(R, K, COMBINE_KIND, BLOCK_T))
+    tickets = 2 * chunks + tl.cdiv(most_blocks, PART)
+    ticket = draw(ticket_ptr)
+    while ticket < tickets:
+        if ticket < chunks:
+            count_chunk(ticket, chunks, topk_ids_ptr, count_ptr, R, E, stride_t, stride_k, K, BLOCK, BLOCK_E)
+            signal(counted_ptr, 1, False)
+        elif ticket < 2 * chunks:
+            chunk = ticket - chunks
+            wait(counted_ptr, chunks, False)
+            row_end, next_row = begin_chunk(chunk, chunks, count_ptr, BLOCK_C, BLOCK_E)
+            if chunk == 0:
+                store_row_start(row_start_ptr, row_end, E, BLOCK_E)
+                signal(row_start_written_ptr, 1, False)
+            place_chunk(
+                chunk,
+                chunks,
+                next_row,
+                tl.max(row_end),
+                topk_ids_ptr,
+                token_of_row_ptr,
+                slot_of_row_ptr,
+                row_of_slot_ptr,
+                R,
+                E,
+                stride_t,
+                stride_k,
+                K,
+                BLOCK,
+                BLOCK_RANK,
+                BLOCK_E,
+            )
+        else:
+            wait(row_start_written_ptr, 1, False)
+            write_part(
+                ticket - 2 * chunks,
+                row_start_ptr,
+                table_ptr,
+                counters_ptr,
+                R,
+                E,
+                K,
+                KIND_OF_PHASE,
+                STRIPS_OF_PHASE,
+                KIND_OF_GRAD,
+                TILES_OF_GRAD,
+                WAITS_FOR,
+                COMBINE_KIND,
+                BLOCK_R,
+                BLOCK_T,
+                GROUP,
+                AHEAD,
+                PART,
+                COLUMNS,
+                BLOCK_E,
+            )
+        ticket = draw(ticket_ptr)
+
+    if leave(left_ptr):
+        tl.store(words_ptr + tl.arange(0, 4), 0)
+
+
+@triton.jit(do_not_specialize=["R", "E"])
+def schedule_kernel(
+    row_start_ptr,  # (E+1,) int32, read
+    table_ptr,  # (most tiles, 8) int32, written as far as there are tiles
+    counters_ptr,  # (2 + counters,) int32, written
+    R,
+    E,
+    K: tl.constexpr,
+    KIND_OF_PHASE: tl.constexpr,  # a tuple, as the next three
+    STRIPS_OF_PHASE: tl.constexpr,
+    KIND_OF_GRAD: tl.constexpr,
+    TILES_OF_GRAD: tl.constexpr,
+    WAITS_FOR: tl.constexpr,
+    COMBINE_KIND: tl.constexpr,  # None: no combine tiles
+    BLOCK_R: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    GROUP: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PART: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Grid: one program a part of the schedule.
+
+    Example: that of plan_and_schedule_kernel, from its row_start.
+    """
+    write_part(
+        tl.program_id(0),
+        row_start_ptr,
+        table_ptr,
+        counters_ptr,
+        R,
+        E,
+        K,
+        KIND_OF_PHASE,
+        STRIPS_OF_PHASE,
+        KIND_OF_GRAD,
+        TILES_OF_GRAD,
+        WAITS_FOR,
+        COMBINE_KIND,
+        BLOCK_R,
+        BLOCK_T,
+        GROUP,
+        AHEAD,
+        PART,
+        COLUMNS,
+        BLOCK_E,
+    )
+
+
+# --8<-- [end:kernel]
+
+
+def plan_and_schedule(topk_ids: Tensor, num_experts: int, work: Work) -> tuple[Plan, Schedule]:
+    """The plan of rows for topk_ids (T, K), any strides, and the schedule of `work` on it, in one launch.
+
+    Every id outside 0 .. num_experts-1 is a masked route.
+    """
+    T, K = topk_ids.shape
+    plan, made = empty_plan(topk_ids, num_experts), empty_schedule(topk_ids, num_experts, work)
+    chunks, blocks, ranked = chunks_and_blocks(topk_ids, num_experts)
+    count = topk_ids.new_empty(chunks, blocks["BLOCK_E"], dtype=torch.int32)
+    sizes, parts = parts_of(T, K, num_experts, work)
+    tickets = 2 * chunks + parts
+    with shared_words(topk_ids.device) as words:
+        plan_and_schedule_kernel[(min(tickets, programs(Resident(per_processor=4))),)](
+            topk_ids,
+            count,
+            *plan,
+            made.table,
+            made.counters,
+            words,
+            T * K,
+            num_experts,
+            *topk_ids.stride(),
+            MOST_CHUNKS=routes().MOST_CHUNKS,
+            **blocks,
+            **ranked,
+            **sizes,
+        )
+    return plan, made
+
+
+def schedule(plan: Plan, work: Work) -> Schedule:
+    """The schedule of `work` on a plan that is there already, in one launch."""
+    (T, K), E = plan.row_of_slot.shape, len(plan.row_start) - 1
+    made = empty_schedule(plan.row_of_slot, E, work)
+    sizes, parts = parts_of(T, K, E, work)
+    schedule_kernel[(parts,)](
+        plan.row_start,
+        made.table,
+        made.counters,
+        T * K,
+        E,
+        K=K,
+        BLOCK_E=triton.next_power_of_2(E),
+        num_warps=routes().num_warps,
+        **sizes,
+    )
+    return made
+
+
+def empty_schedule(routes: Tensor, num_experts: int, work: Work) -> Schedule:
+    """Memory for the schedule of a plan. routes: (T, K), on the device where it shall be."""
+    index = lambda *shape: torch.empty(shape, dtype=torch.int32, device=routes.device)
+    tiles = most_tiles(routes.numel(), num_experts, [len(routes)], work)
+    counters = number_of_counters(num_experts, 1, work)
+    return Schedule(index(tiles, len(COLUMNS)), index(FIRST_COUNTER.value + counters), work)
+
+
+def parts_of(T: int, K: int, E: int, work: Work) -> tuple[dict[str, object], int]:
+    """The kernels' constants for this work, and how many parts the schedule is written in."""
+    PART, columns = (32, 64) if INTERPRETED else (4, 16)
+    sizes = dict(
+        KIND_OF_PHASE=tuple(phase.kind for phase in work.phases),
+        STRIPS_OF_PHASE=tuple(phase.strips for phase in work.phases),
+        KIND_OF_GRAD=tuple(phase.kind for phase in work.weight_grads),
+        TILES_OF_GRAD=tuple(phase.strips for phase in work.weight_grads),
+        WAITS_FOR=work.waits_for,
+        COMBINE_KIND=COMBINE if work.combine else None,
+        BLOCK_R=work.BLOCK_R,
+        BLOCK_T=work.BLOCK_T,
+        GROUP=work.group,
+        AHEAD=work.ahead,
+        PART=PART,
+        COLUMNS=columns,
+    )
+    most_blocks = max(T * K // work.BLOCK_R + E, triton.cdiv(T, work.BLOCK_T) if work.combine else 0)
+    return sizes, triton.cdiv(most_blocks, PART)
+
+
+@contextmanager
+def shared_words(device: torch.device) -> Iterator[Tensor]:
+    """Zeros for one launch on the current stream, which leaves them as zeros.
+
+    The next launch on that stream gets the same ones, unless this one raises. A graph that is being captured gets its
+    own: it may be replayed on any stream, beside launches of the one it was captured on.
+    """
+    zeros = lambda: torch.zeros(WORDS, dtype=torch.int32, device=device)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        yield zeros()
+        return
+    key = (device, torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else (device.type,)
+    words = KEPT.pop(key, None)
+    words = zeros() if words is None else words
+    yield words
+    KEPT[key] = words
+
+
+def forward_work(problem: Problem, tiles: Mega) -> Work:
+    """What forward does: gate_up with SwiGLU, down, combine."""
+    phases = (strips("gate_up", problem.I, tiles.gate_up), strips("down", problem.H, tiles.down))
+    return Work(tiles.BLOCK_R, phases, (), 0, True, tiles.combine.BLOCK_R, tiles.group, tiles.ahead)
+
+
+def backward_work(problem: Problem, tiles: Mega, need: Need, recompute: bool) -> Work:
+    """What backward does for the needed gradients. recompute: pre was not saved, and gate_up makes it again."""
+    H, I = problem.H, problem.I
+    phases = [strips("gate_up", I, tiles.gate_up)] if recompute else []
+    phases.append(strips("dact", I, tiles.dact))
+    waits_for = len(phases) - 1
+    if need.dx:
+        phases.append(strips("dx", H, tiles.dx))
+    grads = []
+    if need.dw_gate_up:
+        grads.append(matrix("dw_gate_up", 2 * I, H, tiles.dw_gate_up))
+    if need.dw_down:
+        grads.append(matrix("dw_down", I, H, tiles.dw_down))  # transposed: its rows are I
+    return Work(
+        tiles.BLOCK_R,
+        tuple(phases),
+        tuple(grads),
+        waits_for,
+        need.dx or need.dtopk_weights,
+        tiles.combine.BLOCK_R,
+        tiles.group,
+        tiles.ahead,
+    )
+
+
+def strips(kind: str, N: int, tile: Strips) -> Phase:
+    """The tiles of a row block that is N columns wide."""
+    return Phase(KINDS.index(kind), triton.cdiv(triton.cdiv(N, tile.BLOCK_N), tile.STRIP))
+
+
+def matrix(kind: str, M: int, N: int, tile: WeightGrad) -> Phase:
+    """The tiles of an expert's weight gradient, M by N."""
+    return Phase(KINDS.index(kind), triton.cdiv(M, tile.BLOCK_M) * triton.cdiv(N, tile.BLOCK_N))
