@@ -8,6 +8,7 @@ from .capture import capture_layer
 from .module import MoE
 from .registry import LADDER
 from .shapes import Problem
+from .symmetric import LocalHeaps
 
-__all__ = ["LADDER", "MoE", "Problem", "capture_layer", "moe"]
+__all__ = ["LADDER", "LocalHeaps", "MoE", "Problem", "capture_layer", "moe"]
 __version__ = "0.1.0"

@@ -5,8 +5,9 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from . import autograd
-from .registry import DEFAULT
+from .registry import DEFAULT, DEFAULT_OVER_RANKS
 from .shapes import SAVES
+from .symmetric import LocalHeaps
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -20,10 +21,12 @@ def moe(
     w_gate_up: Tensor,
     w_down: Tensor,
     *,
-    stage: str = DEFAULT,
+    stage: str | None = None,
     save: str | None = None,
     swiglu_limit: float | None = None,
     check_ids: bool = False,
+    heap: LocalHeaps | None = None,
+    tokens_per_rank: tuple[int, ...] | None = None,
 ) -> Tensor:
     """A Mixture-of-Experts layer after its router: y_t = sum_k weight_k * down(swiglu(gate_up(x_t))) over K experts.
 
@@ -34,13 +37,17 @@ def moe(
         w_gate_up: (E, 2, I, H), 0 = gate and 1 = up, in x's dtype. For a checkpoint's gate_up_proj (E, 2I, H) pass the
             free view gate_up_proj.unflatten(1, (2, -1)).
         w_down: (E, H, I), in x's dtype.
-        stage: which rung computes it, a name from `mega_moe.LADDER`. All of them give the same result.
+        stage: which rung computes it, a name from `mega_moe.LADDER`. All of them give the same result. None:
+            `mega_moe.registry.DEFAULT`; with a heap DEFAULT_OVER_RANKS.
         save: "pre" keeps the experts' R * 2I activations before SwiGLU for backward (R = T*K rows, x's dtype); "inputs"
             keeps the inputs and the plan of rows, and backward makes them again: it then multiplies a third more, to
-            the same bits. None: "pre". Where no gradient can be asked for, nothing is kept.
+            the same bits. None: "pre", with a heap "inputs". Where no gradient can be asked for, nothing is kept.
         swiglu_limit: before SwiGLU clamp `gate` to at most this, and `up` to [-limit, limit]; None: no clamp.
         check_ids: look for ids outside the table on a GPU too, which waits for the device. On a CPU they are always
             looked for; on a GPU without this they count as masked.
+        heap: the heaps of several ranks, over which the experts are split: rank r of W owns experts r*L .. r*L+L-1,
+            where L = E / W. x, topk_ids, topk_weights and y then hold the ranks' tokens one rank after another.
+        tokens_per_rank: with a heap, how many of the T tokens each rank holds; 0 is fine.
 
     Returns:
         y: (T, H) in x's dtype. Differentiable once in x, topk_weights, w_gate_up and w_down, in any combination.
@@ -48,17 +55,20 @@ def moe(
 
     Raises:
         TypeError: a dtype that does not fit, named with its argument.
-        ValueError: a shape, device, stage or save that does not fit, an id outside the table, a limit that is not
-            positive.
+        ValueError: a shape, device, stage, save or tokens_per_rank that does not fit, an id outside the table, a limit
+            that is not positive, ranks that do not divide E.
         RuntimeError: the stage cannot run here (the message is its why_not), or an input has a forward-mode tangent.
     """
     if dtype := autocast_dtype(x):
         x, w_gate_up, w_down = (t.to(dtype) if t.dtype in DTYPES else t for t in (x, w_gate_up, w_down))
     check(x, topk_ids, topk_weights, w_gate_up, w_down, swiglu_limit, save)
+    check_ranks(heap, tokens_per_rank, len(x), len(w_down))
     if not torch.compiler.is_compiling():
         refuse_forward_mode(x, topk_weights, w_gate_up, w_down)
-    save = worth_saving(save or "pre", x, topk_weights, w_gate_up, w_down)
-    y, _ = autograd.forward(x, topk_ids, topk_weights, w_gate_up, w_down, stage, swiglu_limit, save, check_ids)
+    stage = stage or (DEFAULT if heap is None else DEFAULT_OVER_RANKS)
+    save = worth_saving(save or ("pre" if heap is None else "inputs"), x, topk_weights, w_gate_up, w_down)
+    ranks = (0, None) if heap is None else (heap.key, list(tokens_per_rank))
+    y, _ = autograd.forward(x, topk_ids, topk_weights, w_gate_up, w_down, stage, swiglu_limit, save, *ranks, check_ids)
     return y
 
 
@@ -136,3 +146,30 @@ def check_options(swiglu_limit: float | None, save: str | None) -> None:
         raise ValueError(f"swiglu_limit must be positive, not {swiglu_limit}")
     if save is not None and save not in SAVES:
         raise ValueError(f"save must be {' or '.join(map(repr, SAVES))}, not {save!r}")
+
+
+def check_ranks(heap: LocalHeaps | None, tokens_per_rank: tuple[int, ...] | None, T: int, E: int) -> None:
+    """Raise what `moe` documents of the ranks."""
+    if heap is None:
+        if tokens_per_rank is not None:
+            raise ValueError(
+                "tokens_per_rank says how tokens lie over ranks: it needs heap=LocalHeaps(ranks, max_tokens)"
+            )
+        return
+    if not isinstance(heap, LocalHeaps):
+        raise TypeError(f"heap must be LocalHeaps(ranks, max_tokens), not {type(heap).__name__}")
+    if tokens_per_rank is None:
+        raise ValueError(f"with a heap tokens_per_rank is needed: {heap.ranks} numbers that add up to T = {T}")
+    if len(tokens_per_rank) != heap.ranks or min(tokens_per_rank) < 0 or sum(tokens_per_rank) != T:
+        raise ValueError(
+            f"tokens_per_rank must be {heap.ranks} numbers that add up to T = {T}, not {tuple(tokens_per_rank)}"
+        )
+    if max(tokens_per_rank) > heap.max_tokens:
+        raise ValueError(
+            f"tokens_per_rank = {tuple(tokens_per_rank)}: the heap holds max_tokens = {heap.max_tokens} of a rank, so "
+            f"use LocalHeaps({heap.ranks}, {max(tokens_per_rank)}) or larger"
+        )
+    if E % heap.ranks:
+        raise ValueError(
+            f"E = {E} experts cannot be split evenly over {heap.ranks} ranks: use a number of ranks that divides {E}"
+        )

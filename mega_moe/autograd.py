@@ -23,11 +23,13 @@ def forward(
     stage: str,
     swiglu_limit: float | None,
     save: str,
+    heap: int,
+    tokens_per_rank: list[int] | None,
     check_ids: bool,
 ) -> tuple[Tensor, list[Tensor]]:
     """y (T, H), and what backward needs as a flat list (`Saved.tensors`)."""
     inputs = Inputs(x, topk_ids, topk_weights, w_gate_up, w_down)
-    problem = inputs.problem(swiglu_limit, save)
+    problem = inputs.problem(swiglu_limit, save, heap, tuple(tokens_per_rank or ()))
     rung = rung_of(stage)
     if reason := rung.why_not(problem):
         raise RuntimeError(reason)
@@ -39,7 +41,7 @@ def forward(
 
 
 @forward.register_fake
-def _(x, topk_ids, topk_weights, w_gate_up, w_down, stage, swiglu_limit, save, check_ids):
+def _(x, topk_ids, topk_weights, w_gate_up, w_down, stage, swiglu_limit, save, heap, tokens_per_rank, check_ids):
     (T, H), K, (E, _, I, _) = x.shape, topk_ids.shape[1], w_gate_up.shape
     index = lambda *shape: x.new_empty(shape, dtype=torch.int32)
     plan = [index(E + 1), index(T * K), index(T * K), index(T, K)]
@@ -59,25 +61,27 @@ def backward(
     stage: str,
     swiglu_limit: float | None,
     save: str,
+    heap: int,
+    tokens_per_rank: list[int] | None,
     need: list[bool],
 ) -> list[Tensor]:
     """The needed gradients, in the order dx, dtopk_weights, dw_gate_up, dw_down."""
     inputs = Inputs(x, topk_ids, topk_weights, w_gate_up, w_down)
-    problem = inputs.problem(swiglu_limit, save)
+    problem = inputs.problem(swiglu_limit, save, heap, tuple(tokens_per_rank or ()))
     with on_device_of(x), torch.autocast(x.device.type, enabled=False):
         grads = rung_of(stage).backward(problem, inputs, Saved.of(saved), dy, Need(*need))
     return grads.tensors()
 
 
 @backward.register_fake
-def _(dy, x, topk_ids, topk_weights, w_gate_up, w_down, saved, stage, swiglu_limit, save, need):
+def _(dy, x, topk_ids, topk_weights, w_gate_up, w_down, saved, stage, swiglu_limit, save, heap, tokens_per_rank, need):
     inputs = (x, topk_weights, w_gate_up, w_down)
     return [t.new_empty(t.shape) for t, needed in zip(inputs, need, strict=True) if needed]
 
 
 def keep(ctx, inputs, output):
     """Save for backward: the five inputs and what forward kept."""
-    *tensors, ctx.stage, ctx.swiglu_limit, ctx.save, _ = inputs
+    *tensors, ctx.stage, ctx.swiglu_limit, ctx.save, ctx.heap, ctx.tokens_per_rank, _ = inputs
     _, saved = output
     ctx.save_for_backward(*tensors, *saved)
     ctx.set_materialize_grads(False)  # else torch fills zeros of pre's size, the gradient of a result nobody sees
@@ -86,14 +90,15 @@ def keep(ctx, inputs, output):
 def differentiate(ctx, dy, _):
     """One call for all four gradients; None for those that nobody asked for, and where y has no gradient."""
     if dy is None:
-        return (None,) * 9
+        return (None,) * 11
     tensors = ctx.saved_tensors  # read once: checkpointing hands them out once
     inputs, saved = tensors[:5], list(tensors[5:])
     x, _, *weights = ctx.needs_input_grad[:5]
     need = [x, *weights]
-    computed = iter(torch.ops.mega_moe.backward(dy, *inputs, saved, ctx.stage, ctx.swiglu_limit, ctx.save, need))
+    facts = (ctx.stage, ctx.swiglu_limit, ctx.save, ctx.heap, ctx.tokens_per_rank)
+    computed = iter(torch.ops.mega_moe.backward(dy, *inputs, saved, *facts, need))
     dx, *dweights = [next(computed) if needed else None for needed in need]
-    return dx, None, *dweights, None, None, None, None
+    return dx, None, *dweights, *(None,) * 6
 
 
 def refuse(ctx, *_):

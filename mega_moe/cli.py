@@ -3,6 +3,8 @@
     mega-moe doctor     what this machine is, and which rungs it can run
     mega-moe ladder     one layer on every rung: parity, launches, time, memory
     mega-moe bench      the benchmarks, which also measure what people use today
+    mega-moe schedule   the tiles of a layer in one launch: their order, what they wait for, and how that goes
+    mega-moe trace      the same launch as it really went: when each tile waited and worked, and on which processor
     mega-moe tune       the block sizes of the persistent kernels, measured again
 
 Where there is no GPU the rungs run in Triton's interpreter, and torch runs on one thread: layers that a CPU can take
@@ -21,11 +23,14 @@ from typing import NoReturn
 
 import torch
 
-from . import bench, doctor, ladder
+from . import bench, doctor, ladder, simulate
 from .ladder import DTYPES
 from .registry import LADDER, Rung, stage
+from .roofline import DIRECTIONS
+from .routing import plan
 from .samples import ROUTINGS, load_layer, random_inputs
-from .shapes import PRESETS, SAVES, Inputs, Problem
+from .schedule import home_of_row, schedule, with_dispatch
+from .shapes import PRESETS, SAVES, Inputs, Need, Problem
 
 PATIENCE = 300  # seconds that a run on a CPU may take without --force
 
@@ -65,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     version = import_module(__package__).__version__
     parser.add_argument("--version", action="version", version=f"mega-moe {version}")
     parser.set_defaults(run=lambda arguments: _help(parser))
-    commands = parser.add_subparsers(metavar="doctor | ladder | bench | tune")
+    commands = parser.add_subparsers(metavar="doctor | ladder | bench | schedule | trace | tune")
 
     doctor_command = commands.add_parser("doctor", help="what this machine can run, and why not the rest")
     doctor_command.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU if there is one")
@@ -96,6 +101,38 @@ def _parser() -> argparse.ArgumentParser:
         "--json", type=Path, metavar="FILE.json", help="where pytest-benchmark writes its results"
     )
     bench_command.set_defaults(run=_bench)
+
+    schedule_command = commands.add_parser(
+        "schedule", help="the order of tiles in one launch, played through and drawn"
+    )
+    add = schedule_command.add_argument
+    add("--shape", default="tiny", help=f"{' | '.join(PRESETS)} | T,H,I,E,K (default: tiny)")
+    add("--routing", choices=ROUTINGS, default="balanced", help="how tokens spread over experts (default: balanced)")
+    add("--ranks", type=int, default=1, metavar="W", help="share experts and tokens between so many (default: 1)")
+    add("--direction", choices=DIRECTIONS, default="forward", help="default: forward")
+    add("--save", choices=SAVES, default="pre", help="with inputs, backward makes pre again (default: pre)")
+    add("--programs", type=int, metavar="P", help="on each rank (default: as many as run here at once)")
+    add("--dtype", choices=[name for name in DTYPES if name != "fp64"], default="bf16", help="default: bf16")
+    add("--seed", type=int, default=0, help="default: 0")
+    add("--json", action="store_true", help="print JSON, as mega_moe.simulate.Simulation.as_json describes it")
+    add("--plot", type=Path, metavar="FILE.svg", help="draw what every program does, and when")
+    schedule_command.set_defaults(run=_schedule)
+
+    trace_command = commands.add_parser(
+        "trace", help="what every tile of one launch did, and when, drawn and summed up"
+    )
+    add = trace_command.add_argument
+    add("--shape", default="tiny", help=f"{' | '.join(PRESETS)} | T,H,I,E,K (default: tiny)")
+    add("--routing", choices=ROUTINGS, default="balanced", help="how tokens spread over experts (default: balanced)")
+    add("--direction", choices=DIRECTIONS, default="forward", help="default: forward")
+    add("--save", choices=SAVES, default="pre", help="with inputs, backward makes pre again (default: pre)")
+    add("--dtype", choices=[name for name in DTYPES if name != "fp64"], default="bf16", help="default: bf16")
+    add("--seed", type=int, default=0, help="default: 0")
+    add("--json", action="store_true", help="print JSON, as mega_moe.trace.Trace.as_json describes it")
+    add("--perfetto", type=Path, metavar="FILE.json", help="write every tile for ui.perfetto.dev")
+    add("--plot", type=Path, metavar="FILE.svg", help="draw what every program did, and when")
+    add("--force", action="store_true", help="run on a CPU what takes it long")
+    trace_command.set_defaults(run=_trace)
 
     tune_command = commands.add_parser("tune", help="measure the block sizes of the persistent kernels again")
     add = tune_command.add_argument
@@ -136,7 +173,9 @@ def _ladder(arguments: argparse.Namespace) -> int:
     _require("matplotlib", unless=arguments.plot is None)
     _require("safetensors", unless=arguments.layer is None)
     if arguments.plot:
-        _check_plot(arguments.plot)
+        from .figure import FORMATS
+
+        _check_plot(arguments.plot, FORMATS)
     device = _device(arguments.device)
     rungs = _rungs(arguments.stage)
     try:
@@ -173,16 +212,15 @@ def _require(package: str, unless: bool) -> None:
         raise Refused(f"this needs {package}: pip install {package}")
 
 
-def _check_plot(path: Path) -> None:
-    """Before the run, not after it: whether the figure can be written."""
-    from .figure import FORMATS
-
-    if path.suffix.lower() not in FORMATS:
-        raise Refused(f"--plot {path}: the formats are {', '.join(FORMATS)}")
+def _check_plot(path: Path, formats: tuple[str, ...], option: str = "--plot") -> None:
+    """Before the run, not after it: whether the figure, or another option's file, can be written."""
+    if path.suffix.lower() not in formats:
+        are = f"formats are {', '.join(formats)}" if len(formats) > 1 else f"format is {formats[0]}"
+        raise Refused(f"{option} {path}: the {are}")
     if path.is_dir():
-        raise Refused(f"--plot {path}: this is a folder")
+        raise Refused(f"{option} {path}: this is a folder")
     if not path.resolve().parent.is_dir():
-        raise Refused(f"--plot {path}: there is no folder {path.parent}")
+        raise Refused(f"{option} {path}: there is no folder {path.parent}")
 
 
 def _rungs(names: list[str] | None) -> list[Rung]:
@@ -242,12 +280,15 @@ def _check_patience(rungs: list[Rung], problem: Problem, force: bool) -> None:
     if problem.device != "cpu" or force:
         return
     running = [rung for rung in rungs if not rung.why_not(problem)]
-    seconds = ladder.cpu_seconds(running, problem)
+    _refuse_hours(ladder.cpu_seconds(running, problem), "Triton's interpreter and float64")
+
+
+def _refuse_hours(seconds: float, because_of: str) -> None:
     if seconds > PATIENCE:
         about = f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.0f} hours"
         raise Refused(
-            f"on a CPU this layer takes about {about} (Triton's interpreter and float64): choose a smaller --shape, "
-            "run it on a GPU, or insist with --force"
+            f"on a CPU this layer takes about {about} ({because_of}): choose a smaller --shape, run it on a GPU, or "
+            "insist with --force"
         )
 
 
@@ -262,6 +303,92 @@ def _bench(arguments: argparse.Namespace) -> int:
     if reason:
         raise Refused(reason)
     return bench.run(shapes, arguments.save, arguments.json)
+
+
+def _schedule(arguments: argparse.Namespace) -> int:
+    problem, W = _shape(arguments.shape).at(dtype=DTYPES[arguments.dtype], save=arguments.save), arguments.ranks
+    if W < 1 or problem.E % W:
+        raise Refused(f"--ranks {W}: the ranks share {problem.E} experts evenly, so give a divisor of {problem.E}")
+    if arguments.programs is not None and arguments.programs < 1:
+        raise Refused(f"--programs {arguments.programs}: at least 1 has to run")
+    if arguments.plot:
+        _check_plot(arguments.plot, (".svg",))
+    problem = problem.at(device=_device(None))
+    if reason := stage("persistent").why_not(problem):
+        raise Refused(reason)
+    simulation = _simulation(problem, W, arguments)
+
+    if arguments.json:
+        print(json.dumps(simulation.as_json()))
+    else:
+        sizes = "  ".join(f"{letter}={simulation.problem[letter]}" for letter in "THIEKW")
+        print(f"{arguments.shape}  {sizes}  {arguments.dtype}  routing: {arguments.routing}  {arguments.direction}\n")
+        print(simulation.as_text())
+    if arguments.plot:
+        arguments.plot.write_text(simulation.as_svg())
+        print(f"wrote {arguments.plot}", file=sys.stderr)
+    return 0
+
+
+def _simulation(problem: Problem, W: int, arguments: argparse.Namespace) -> simulate.Simulation:
+    """The layer's schedule, played through with this machine's block sizes."""
+    from .kernels import blocks
+    from .kernels.schedule import backward_work, forward_work
+
+    tiles, p = blocks.mega_for(problem), problem
+    if arguments.direction == "forward":
+        work = forward_work(p, tiles)
+    else:
+        work = backward_work(p, tiles, Need(), recompute=p.save == "inputs")
+    if W > 1:
+        work = with_dispatch(work)
+    tokens_of_rank = [p.T // W + (rank < p.T % W) for rank in range(W)]
+    inputs, _ = random_inputs(p.at(I=1), arguments.routing, arguments.seed)  # the same ids without the weights' memory
+    rows = plan(inputs.topk_ids.cpu(), p.E)
+    homes = home_of_row(rows, tokens_of_rank)
+    table = schedule(rows.row_start, tokens_of_rank, homes.bincount(minlength=W).tolist(), work).tolist()
+
+    programs = arguments.programs or blocks.programs(tiles.gate_up)
+    draws = simulate.by_ticket(table, W, programs)
+    spans = simulate.play(table, work, p.E, W, homes.tolist(), draws, simulate.steps_of(table, work, p, tiles))
+    facts = {letter: getattr(p, letter) for letter in "THIEK"} | {"W": W, "dtype": arguments.dtype}
+    facts |= {"routing": arguments.routing, "seed": arguments.seed, "save": p.save}
+    return simulate.Simulation(facts, arguments.direction, work, table, programs, spans)
+
+
+def _trace(arguments: argparse.Namespace) -> int:
+    if arguments.plot:
+        _check_plot(arguments.plot, (".svg",))
+    if arguments.perfetto:
+        _check_plot(arguments.perfetto, (".json",), "--perfetto")
+    problem = _shape(arguments.shape).at(dtype=DTYPES[arguments.dtype], save=arguments.save)
+    problem = problem.at(device=_device(None))
+    if reason := stage("mega").why_not(problem):
+        raise Refused(reason)
+
+    from . import trace  # which needs Triton
+
+    if reason := trace.why_not(problem):
+        raise Refused(reason)
+    if problem.device == "cpu" and not arguments.force:
+        _refuse_hours(trace.seconds(problem), "Triton's interpreter")
+    layer = ladder.Layer(problem, *random_inputs(problem, arguments.routing, arguments.seed), arguments.routing)
+    traced = trace.trace(layer, arguments.direction)
+
+    if arguments.json:
+        print(json.dumps(traced.as_json(), indent=2))
+    else:
+        sizes = "  ".join(f"{letter}={traced.problem[letter]}" for letter in "THIEKW")
+        print(f"{arguments.shape}  {sizes}  {arguments.dtype}  routing: {arguments.routing}  {arguments.direction}")
+        print(f"{traced.machine['device']}\n")
+        print(traced.as_text())
+    if arguments.perfetto:
+        arguments.perfetto.write_text(json.dumps(traced.as_perfetto()))
+        print(f"wrote {arguments.perfetto}; open it in https://ui.perfetto.dev", file=sys.stderr)
+    if arguments.plot:
+        arguments.plot.write_text(traced.as_svg())
+        print(f"wrote {arguments.plot}", file=sys.stderr)
+    return 0
 
 
 def _tune(arguments: argparse.Namespace) -> int:

@@ -16,17 +16,22 @@ from .shapes import Grads, Inputs, Need, Problem, Saved
 
 @dataclass(frozen=True)
 class Rung:
-    """One implementation of the layer. `name` is what `stage=` takes; `idea` says what it adds to the rung below."""
+    """One implementation of the layer. `name` is what `stage=` takes; `idea` says what it adds to the rung below;
+    `over_ranks`, whether it can exchange rows through heaps."""
 
     name: str
     module: str
     idea: str
     needs_triton: bool = True
+    over_ranks: bool = False
 
     def why_not(self, problem: Problem) -> str | None:
         """One sentence, with the fix, if this rung cannot run the problem here; None if it can."""
         if problem.dtype == torch.float64 and self.needs_triton:
             return f'stage "{self.name}" computes in fp32, bf16 or fp16: for float64 use stage="reference".'
+        if problem.heap and not self.over_ranks:
+            able = " or ".join(f'"{rung.name}"' for rung in LADDER if rung.over_ranks)
+            return f'stage "{self.name}" runs on one rank: over heaps use stage={able}.'
         if self.needs_triton and (reason := triton_is_missing(self.name, problem.device)):
             return reason
         return self.recipe().why_not(problem)
@@ -54,11 +59,22 @@ LADDER = (
     Rung("swiglu", "s2_swiglu", "SwiGLU in the epilogue of the GEMM that makes its operand"),
     Rung("gather", "s3_gather", "rows are gathered in the GEMM's loads and stored by slot: no permuted copies"),
     Rung("persistent", "s4_persistent", "resident programs draw tiles by ticket; contiguous tiles come by TMA"),
+    Rung(
+        "ranks",
+        "s5_ranks",
+        "experts over ranks: rows are pulled from peers, and pushed to their owners",
+        over_ranks=True,
+    ),
+    Rung("mega", "s6_mega", "all steps of a direction in one launch, tile by tile from one schedule", over_ranks=True),
 )
 """The rungs, each one idea further than the one before."""
 
 DEFAULT = "persistent"
 """The stage that `moe` and `MoE` use unless told: the fastest on one GPU by the recorded results."""
+
+
+DEFAULT_OVER_RANKS = "mega"
+"""The stage that `moe` uses with heaps unless told."""
 
 
 def stage(name: str) -> Rung:

@@ -29,6 +29,8 @@ class Problem:
         device: a device type, "cpu" or "cuda".
         swiglu_limit: clamps gate from above and up from both sides before SwiGLU; None: no clamp.
         save: "pre": forward keeps the plan and pre for backward; "inputs": the plan alone; backward makes pre again.
+        heap: over ranks, the key of their heaps (see symmetric.py); 0 without.
+        tokens_per_rank: over ranks, how many of the T tokens each rank holds, one rank after another; () without.
     """
 
     T: int
@@ -40,6 +42,8 @@ class Problem:
     device: str = "cuda"
     swiglu_limit: float | None = None
     save: str = "pre"
+    heap: int = 0
+    tokens_per_rank: tuple[int, ...] = ()
 
     @property
     def R(self) -> int:
@@ -77,11 +81,18 @@ class Inputs:
     w_gate_up: Tensor
     w_down: Tensor
 
-    def problem(self, swiglu_limit: float | None = None, save: str = "pre") -> Problem:
-        """The facts of these tensors, and the two that no tensor shows."""
+    def problem(
+        self,
+        swiglu_limit: float | None = None,
+        save: str = "pre",
+        heap: int = 0,
+        tokens_per_rank: tuple[int, ...] = (),
+    ) -> Problem:
+        """The facts of these tensors, and those that no tensor shows."""
         T, H = self.x.shape
         E, _, I, _ = self.w_gate_up.shape
-        return Problem(T, H, I, E, self.topk_ids.shape[1], self.x.dtype, self.x.device.type, swiglu_limit, save)
+        K, dtype, device = self.topk_ids.shape[1], self.x.dtype, self.x.device.type
+        return Problem(T, H, I, E, K, dtype, device, swiglu_limit, save, heap, tokens_per_rank)
 
 
 class Plan(NamedTuple):

@@ -81,7 +81,8 @@ class Allocations(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", [field.name for field in fields(Need)])
 def test_what_nobody_needs_is_not_computed(name, fused):
-    """One gradient alone takes fewer launches than all four, and no memory of another weight gradient's size."""
+    """One gradient alone takes fewer launches than all four (or a launch that does all of them fewer tiles, as
+    test_schedule_kernel.py shows), and no memory of another weight gradient's size."""
     problem, inputs, dy = layer(IDS, H=20)  # a size that no number of whole blocks of rows has
     _, saved = fused.forward(problem, inputs)
     need = Need(**{field.name: field.name == name for field in fields(Need)})
@@ -92,7 +93,8 @@ def test_what_nobody_needs_is_not_computed(name, fused):
     assert [field.name for field in fields(grads) if getattr(grads, field.name) is not None] == [name]
     unwanted = {w.numel() for w in (inputs.w_gate_up, inputs.w_down)} - {getattr(grads, name).numel()}
     assert not allocations.sizes & unwanted
-    assert len(launches(one, DEVICE)) < len(launches(lambda: fused.backward(problem, inputs, saved, dy), DEVICE))
+    of_one, of_all = launches(one, DEVICE), launches(lambda: fused.backward(problem, inputs, saved, dy), DEVICE)
+    assert len(of_one) < len(of_all) or "mega_backward_kernel" in of_one
 
 
 def test_dw_down_alone_needs_no_product_over_rows(fused):

@@ -124,12 +124,14 @@ class Mega(Persistent):
 
     Attributes:
         combine: a combine tile: BLOCK_R tokens, BLOCK_N columns at a time.
+        pull: what a dispatch tile pulls at a time: BLOCK_R rows of its block, BLOCK_N columns.
         group: experts whose tiles of one step stand together in the schedule. The next step of a group is one group
-            behind: long enough for it not to wait, short enough for what it reads to be in cache still.
+            behind, so that it need not wait.
         ahead: weight-gradient tiles before the first combine tile of backward.
     """
 
     combine: Elementwise
+    pull: Elementwise
     group: int
     ahead: int
 
@@ -162,7 +164,7 @@ def mega(BLOCK_R: int, N: int, C: int, warps: int, stages: int, chunk: int, grou
     """The same tiles, one a ticket, in one launch."""
     tiles = persistent(BLOCK_R, N, C, warps, stages, chunk)
     each = {f.name: getattr(tiles, f.name) for f in fields(Persistent)}
-    return Mega(**each, combine=Elementwise(16, 256, warps), group=group, ahead=132)
+    return Mega(**each, combine=Elementwise(16, 256, warps), pull=Elementwise(32, 256, warps), group=group, ahead=132)
 
 
 # fp32 is multiplied as IEEE fp32, without TF32's matrix instructions: it is for checking, and its tiles are small.
@@ -204,6 +206,7 @@ HALF = {  # bf16 and fp16
             dw_down=ResidentWeightGrad(256, 128, 64, 8, 3),
             dw_gate_up=ResidentWeightGrad(256, 128, 64, 8, 3),
             combine=Elementwise(16, 256, 8),
+            pull=Elementwise(32, 256, 8),
             group=16,
             ahead=132,
         ),
@@ -269,6 +272,7 @@ INTERPRETER = Blocks(
         dw_down=ResidentWeightGrad(64, 64, 32, 1, 1),
         dw_gate_up=ResidentWeightGrad(64, 64, 32, 1, 1),
         combine=Elementwise(16, 64, 1),
+        pull=Elementwise(32, 64, 1),
         group=2,
         ahead=3,
     ),

@@ -273,12 +273,24 @@ def dact_swiglu_kernel(
 
 # --8<-- [start:dtopk_weights]
 @triton.jit
-def add_parts(parts_ptr, row_of_slot_ptr, dtopk_weights_ptr, route, inside, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Write the router weights' gradients of BLOCK routes: their rows' parts, added in the order of the columns."""
+def add_parts(
+    parts_ptr,  # fp32, PARTS of each row, read at live routes; with BY_ROUTE of each route
+    row_of_slot_ptr,
+    dtopk_weights_ptr,
+    route,
+    inside,
+    PARTS: tl.constexpr,
+    BY_ROUTE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the router weights' gradients of BLOCK routes: their parts, added in the order of the columns."""
     row = tl.load(row_of_slot_ptr + route, mask=inside, other=-1)
+    at = row.to(tl.int64) * PARTS
+    if BY_ROUTE:
+        at = route.to(tl.int64) * PARTS
     dweight = tl.zeros((BLOCK,), tl.float32)
     for part in range(PARTS):
-        dweight += tl.load(parts_ptr + row.to(tl.int64) * PARTS + part, mask=row >= 0, other=0.0)
+        dweight += tl.load(parts_ptr + at + part, mask=row >= 0, other=0.0)
     tl.store(dtopk_weights_ptr + route, narrow(dweight, dtopk_weights_ptr.dtype.element_ty), mask=inside)
 
 
@@ -296,7 +308,7 @@ def dtopk_weights_kernel(
     Example: parts = [[1., 2.], [3., 4.], [NaN, NaN]], row_of_slot = [[1, -1, 0]]: dtopk_weights = [[7., 0., 3.]].
     """
     route = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    add_parts(parts_ptr, row_of_slot_ptr, dtopk_weights_ptr, route, route < R, PARTS, BLOCK)
+    add_parts(parts_ptr, row_of_slot_ptr, dtopk_weights_ptr, route, route < R, PARTS, False, BLOCK)
 
 
 # --8<-- [end:dtopk_weights]

@@ -67,7 +67,8 @@ def load_gathered(at, c, C: tl.constexpr, BLOCK_C: tl.constexpr):
 # --8<-- [start:gate_up]
 @triton.jit
 def gate_up_strip(
-    x_at,  # (BLOCK_R, BLOCK_C) where the first step of each row begins
+    x_at,  # (BLOCK_R, BLOCK_C) where the first step of each row begins; with x_desc any pointer to x
+    x_desc,  # (rows in blocks, H) read: the rows, one after another; or None: they are gathered
     w_desc,  # (E, 2, I, H) read: gate and up of the same columns come as one tile
     pre_ptr,  # (R, 2, I) written at the block's live rows; or None
     act_ptr,  # (rows in blocks, I) written in all of the block; or None
@@ -94,7 +95,10 @@ def gate_up_strip(
     for column in tl.range(first, tl.minimum(first + STRIP, column_blocks), flatten=FLATTEN):
         gate_up = tl.zeros((BLOCK_R, 2 * BLOCK_N), tl.float32)
         for start in range(0, H, BLOCK_C):
-            x = load_gathered(x_at + tl.cast(start, tl.int64) * stride_xh, start, H, BLOCK_C)
+            if x_desc is None:
+                x = load_gathered(x_at + tl.cast(start, tl.int64) * stride_xh, start, H, BLOCK_C)
+            else:
+                x = x_desc.load([block * BLOCK_R, start])
             w = w_desc.load([expert, 0, column * BLOCK_N, start]).reshape(2 * BLOCK_N, BLOCK_C)
             gate_up = dot(x, w.T, gate_up)
 
@@ -148,6 +152,7 @@ def persistent_gate_up_kernel(
         x_at = x_ptr + token[:, None] * stride_xt + c[None, :] * stride_xh
         gate_up_strip(
             x_at,
+            None,
             w_desc,
             pre_ptr,
             act_ptr,
@@ -180,8 +185,8 @@ def persistent_gate_up_kernel(
 def slot_gemm_strip(
     a_desc,  # (rows in blocks, C) read
     w_desc,  # (E, N, C) read, or (E, C, N)
-    slots_ptr,  # (T, K, N) written at live routes
-    route,  # (BLOCK_R,) the route that each row serves, -1 for none
+    slots_at,  # (BLOCK_R, 1) where the slot of each row begins, written
+    live,  # (BLOCK_R,) whether the row has one
     block,
     expert,
     strip,
@@ -208,9 +213,8 @@ def slot_gemm_strip(
             acc = dot(a, w, acc)
 
         n = column * BLOCK_N + tl.arange(0, BLOCK_N)
-        mask = (route >= 0)[:, None] & (n < N)[None, :]
-        slots_at = slots_ptr + route[:, None] * N + n[None, :]
-        tl.store(slots_at, narrow(acc, slots_ptr.dtype.element_ty), mask=mask)
+        mask = live[:, None] & (n < N)[None, :]
+        tl.store(slots_at + n[None, :], narrow(acc, slots_at.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -249,8 +253,8 @@ def persistent_slot_gemm_kernel(
         slot_gemm_strip(
             a_desc,
             w_desc,
-            slots_ptr,
-            route,
+            slots_ptr + route[:, None] * N,
+            route >= 0,
             block,
             expert,
             ticket % strips,
@@ -274,12 +278,13 @@ def persistent_slot_gemm_kernel(
 # --8<-- [start:dact]
 @triton.jit
 def dact_strip(
-    dy_at,  # (BLOCK_R, BLOCK_C) where the first step of each row begins
+    dy_at,  # (BLOCK_R, BLOCK_C) where the first step of each row begins; with dy_desc not used
+    dy_desc,  # (rows in blocks, H) read: the rows, one after another; or None: they are gathered
     w_desc,  # (E, H, I) read
     pre_ptr,  # (R, 2, I) read
     dpre_ptr,  # (rows in blocks, 2I) written in all of the block; or None
     weighted_act_ptr,  # (rows in blocks, I) written in all of the block; or None
-    parts_ptr,  # (R, blocks of I) fp32, written where a row has an expert; or None
+    parts_at,  # (BLOCK_R,) where the parts of each row begin, fp32, written; or None
     weight,  # (BLOCK_R,) fp32, of each row's route
     live,  # (BLOCK_R,) whether it has one
     block,
@@ -305,9 +310,12 @@ def dact_strip(
     first = strip * STRIP
     for column in tl.range(first, tl.minimum(first + STRIP, column_blocks), flatten=FLATTEN):
         dact = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
-        if dpre_ptr is not None or parts_ptr is not None:  # weighted act alone is made without it
+        if dpre_ptr is not None or parts_at is not None:  # weighted act alone is made without it
             for start in range(0, H, BLOCK_C):
-                dy = load_gathered(dy_at + tl.cast(start, tl.int64) * stride_dyh, start, H, BLOCK_C)
+                if dy_desc is None:
+                    dy = load_gathered(dy_at + tl.cast(start, tl.int64) * stride_dyh, start, H, BLOCK_C)
+                else:
+                    dy = dy_desc.load([block * BLOCK_R, start])
                 w = load_matrix(w_desc, expert, start, column * BLOCK_N, BLOCK_C, BLOCK_N)
                 dact = dot(dy, w, dact)
 
@@ -327,8 +335,8 @@ def dact_strip(
             BLOCK_N,
             CHUNK,
         )
-        if parts_ptr is not None:
-            tl.store(parts_ptr + (row + i_block).to(tl.int64) * column_blocks + column, part, mask=live)
+        if parts_at is not None:
+            tl.store(parts_at + column, part, mask=live)
 
 
 @triton.jit
@@ -383,11 +391,12 @@ def persistent_dact_kernel(
         live = route >= 0
         dact_strip(
             dy_at,
+            None,
             w_desc,
             pre_ptr,
             dpre_ptr,
             weighted_act_ptr,
-            parts_ptr,
+            rows_at(parts_ptr, row + tl.arange(0, BLOCK_R), column_blocks),
             weight_of_route(route, live, topk_weights_ptr, stride_t, stride_k, K),
             live,
             block,
@@ -429,6 +438,7 @@ def look_up_expert(ticket, tickets, strips, longest_first_ptr):
 def weight_grad_tile(
     a_desc,  # (rows in blocks, M) read; zeros where a block is padded
     tokens_ptr,  # (T, N) read, any strides
+    rows_desc,  # (rows in blocks, N) read: the tokens' rows, one after another; or None: they are gathered
     dw_ptr,  # (E, M, N) written at the tile, any strides
     token_at,  # where the token of the expert's first row stands, the others behind it
     expert,
@@ -454,20 +464,26 @@ def weight_grad_tile(
     n_blocks: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     first_m = tile // n_blocks * BLOCK_M
     n = tile % n_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-    r = tl.arange(0, BLOCK_R)
-    tokens_at = tokens_ptr + n.to(tl.int64)[None, :] * stride_tokens_n
-    token = tl.load(token_at + tl.minimum(r, rows - 1), mask=rows > 0, other=0)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, rows, BLOCK_R):
-        a = a_desc.load([first_row + start, first_m])
-        at = tokens_at + token.to(tl.int64)[:, None] * stride_tokens_t
-        if N % BLOCK_N == 0:
-            b = tl.load(at)
-        else:
-            b = tl.load(at, mask=(n < N)[None, :], other=0.0)
-        next_r = start + BLOCK_R + r
-        token = tl.load(token_at + tl.minimum(next_r, rows - 1), mask=start + BLOCK_R < rows, other=0)
-        acc = dot(a.T, b, acc)
+    if rows_desc is None:
+        r = tl.arange(0, BLOCK_R)
+        tokens_at = tokens_ptr + n.to(tl.int64)[None, :] * stride_tokens_n
+        token = tl.load(token_at + tl.minimum(r, rows - 1), mask=rows > 0, other=0)
+        for start in range(0, rows, BLOCK_R):
+            a = a_desc.load([first_row + start, first_m])
+            at = tokens_at + token.to(tl.int64)[:, None] * stride_tokens_t
+            if N % BLOCK_N == 0:
+                b = tl.load(at)
+            else:
+                b = tl.load(at, mask=(n < N)[None, :], other=0.0)
+            next_r = start + BLOCK_R + r
+            token = tl.load(token_at + tl.minimum(next_r, rows - 1), mask=start + BLOCK_R < rows, other=0)
+            acc = dot(a.T, b, acc)
+    else:
+        for start in range(0, rows, BLOCK_R):
+            a = a_desc.load([first_row + start, first_m])
+            b = rows_desc.load([first_row + start, tile % n_blocks * BLOCK_N])
+            acc = dot(a.T, b, acc)
 
     m = first_m + tl.arange(0, BLOCK_M)
     mask = (m < M)[:, None] & (n < N)[None, :]
@@ -514,6 +530,7 @@ def persistent_weight_grad_kernel(
         weight_grad_tile(
             a_desc,
             tokens_ptr,
+            None,
             dw_ptr,
             token_in_blocks_ptr + block.to(tl.int64) * ROWS_OF_BLOCK,
             expert,

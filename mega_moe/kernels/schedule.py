@@ -29,8 +29,8 @@ from .tile import INTERPRETED
 TILES, FIRST_COUNTER = tl.constexpr(1), tl.constexpr(2)
 """Words of `Schedule.counters`: how many tiles there are, and the first counter they wait for. Word 0 is the ticket."""
 
-WORDS = 4
-"""Words that the programs of `plan_and_schedule` share; plan_and_schedule_kernel names them."""
+WORDS = 8
+"""The most words that the programs of a launch share; its kernel names them."""
 
 KEPT: dict[tuple, Tensor] = {}
 """These words, for each device and stream; zeros between launches. Kept, because zeroing them is a launch."""
@@ -54,9 +54,9 @@ class Schedule:
 
 # --8<-- [start:places]
 @triton.jit
-def sum_below(expert, of_expert, BLOCK_E: tl.constexpr):
-    """Of each of N experts the sum over all lower ones: expert (N,), of_expert (BLOCK_E,) -> (N,)."""
-    return tl.sum(tl.where(tl.arange(0, BLOCK_E)[None, :] < expert[:, None], of_expert[None, :], 0), 1)
+def sum_below(bound, of_expert, key):
+    """For each bound the sum over all experts with a lower key: bound (N,), of_expert and key (BLOCK_E,) -> (N,)."""
+    return tl.sum(tl.where(key[None, :] < bound[:, None], of_expert[None, :], 0), 1)
 
 
 @triton.jit
@@ -66,12 +66,21 @@ def value_of(expert, of_expert, BLOCK_E: tl.constexpr):
 
 
 @triton.jit
-def store_tiles(table_ptr, place, live, kind, expert, block, row, rows, column, arrivals):
+def turn_of(expert, L, W: tl.constexpr, GROUP: tl.constexpr):
+    """An expert's group, and its turn among all: by group, rank, number on its rank. On one rank the turn is itself."""
+    rank, local = expert // L, expert % L
+    group = local // GROUP
+    size = tl.minimum(GROUP, L - group * GROUP)  # the last group may be smaller
+    return group, group * (GROUP * W) + rank * size + local % GROUP
+
+
+@triton.jit
+def store_tiles(table_ptr, place, live, kind, rank, expert, block, row, rows, column, arrivals):
     """Put the live ones of (N, M) tiles into their places. place: (N, M); of the others each broadcasts to that."""
     zero = tl.zeros_like(place)
     even = tl.join(tl.join(zero + kind, zero + row), tl.join(zero + expert, zero + column))
-    odd = tl.join(tl.join(zero, zero + rows), tl.join(zero + block, zero + arrivals))
-    tile = tl.reshape(tl.join(even, odd), (place.shape[0], place.shape[1], 8))  # as COLUMNS says; the rank is 0
+    odd = tl.join(tl.join(zero + rank, zero + rows), tl.join(zero + block, zero + arrivals))
+    tile = tl.reshape(tl.join(even, odd), (place.shape[0], place.shape[1], 8))  # as COLUMNS says
     at = table_ptr + place.to(tl.int64)[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
     tl.store(at, tile, mask=live[:, :, None])
 
@@ -80,10 +89,13 @@ def store_tiles(table_ptr, place, live, kind, expert, block, row, rows, column, 
 def write_part(
     part,
     row_start_ptr,
+    token_start_ptr,  # (W+1,) where each rank's tokens begin; or None on one rank
+    live_routes_ptr,  # (W,) of each rank; or None on one rank
     table_ptr,
     counters_ptr,
     R,
     E,
+    W: tl.constexpr,
     K: tl.constexpr,
     KIND_OF_PHASE: tl.constexpr,
     STRIPS_OF_PHASE: tl.constexpr,
@@ -110,23 +122,25 @@ def write_part(
     all_blocks = tl.sum(blocks)
     number = part * PART + tl.arange(0, PART)
     column = tl.arange(0, COLUMNS)[None, :]
+    L = E // W
+    group_of, turn_of_expert = turn_of(e, L, W, GROUP)
 
-    # Row blocks. Phase p of group g belongs to step g + p.
+    # Row blocks. Phase p of group g belongs to turn g + p.
     expert = tl.sum((tl.cumsum(blocks)[None, :] <= number[:, None]).to(tl.int32), 1)
-    row_in_expert = (number - sum_below(expert, blocks, BLOCK_E)) * BLOCK_R
+    block_in_expert = number - sum_below(expert, blocks, e)
+    row_in_expert = block_in_expert * BLOCK_R
     row = value_of(expert, start, BLOCK_E) + row_in_expert
     rows_of_block = tl.minimum(value_of(expert, rows, BLOCK_E) - row_in_expert, BLOCK_R)
     blocks_of_expert = value_of(expert, blocks, BLOCK_E)
-    group = expert // GROUP
+    group, turn = turn_of(expert, L, W, GROUP)
     over_rows = 0
     for p in tl.static_range(PHASES):
-        # Before it: of its own phase all lower row blocks; of phase q all groups of earlier steps, and that of its own
-        # step if q < p.
-        before = number * STRIPS_OF_PHASE[p]
+        # Before it: of its own phase all blocks of experts with an earlier turn, and lower ones of its own; of phase q
+        # all groups of earlier steps, and that of its own step if q < p.
+        before = (sum_below(turn, blocks, turn_of_expert) + block_in_expert) * STRIPS_OF_PHASE[p]
         for q in tl.static_range(PHASES):
             if q != p:
-                end_of_groups = (group + (p - q + (q < p))) * GROUP
-                before += sum_below(end_of_groups, blocks, BLOCK_E) * STRIPS_OF_PHASE[q]
+                before += sum_below(group + (p - q + (q < p)), blocks, group_of) * STRIPS_OF_PHASE[q]
         arrivals = blocks_of_expert * (STRIPS_OF_PHASE[p - 1] if p > 0 else 0)
         for first in range(0, STRIPS_OF_PHASE[p], COLUMNS):
             store_tiles(
@@ -134,6 +148,7 @@ def write_part(
                 before[:, None] + first + column,
                 (number < all_blocks)[:, None] & (first + column < STRIPS_OF_PHASE[p]),
                 KIND_OF_PHASE[p],
+                (expert // L)[:, None],
                 expert[:, None],
                 number[:, None],
                 row[:, None],
@@ -147,7 +162,7 @@ def write_part(
     grads = 0
     for w in tl.static_range(len(TILES_OF_GRAD)):
         grads += E * TILES_OF_GRAD[w]
-    combines = combine_tiles(R, K, COMBINE_KIND, BLOCK_T)
+    combines = combine_tiles(R, token_start_ptr, W, K, COMBINE_KIND, BLOCK_T)
     ahead = tl.minimum(grads, AHEAD)
     step = tl.maximum((grads - ahead) // tl.maximum(combines, 1), 1)
 
@@ -156,7 +171,7 @@ def write_part(
         longer = rows[None, :] > rows_here[:, None]
         lower = (rows[None, :] == rows_here[:, None]) & (e[None, :] < number[:, None])
         experts_before = tl.sum(((longer | lower) & (e < E)[None, :]).to(tl.int32), 1)
-        first_block = sum_below(number, blocks, BLOCK_E)
+        first_block = sum_below(number, blocks, e)
         blocks_here = value_of(number, blocks, BLOCK_E)
         first_grad = experts_before * (grads // E)
         for w in tl.static_range(len(TILES_OF_GRAD)):
@@ -168,6 +183,7 @@ def write_part(
                     over_rows + grad + combines_before,
                     (number < E)[:, None] & (first + column < TILES_OF_GRAD[w]),
                     KIND_OF_GRAD[w],
+                    (number // L)[:, None],
                     number[:, None],
                     first_block[:, None],
                     value_of(number, start, BLOCK_E)[:, None],
@@ -178,34 +194,53 @@ def write_part(
             first_grad += TILES_OF_GRAD[w]
 
     if COMBINE_KIND is not None:
-        token = number * BLOCK_T
+        rank = tl.zeros_like(number)
+        token, end, live_routes = number * BLOCK_T, tl.zeros_like(number) + R // K, tl.zeros_like(number) + tl.sum(rows)
+        if W > 1:
+            first_tile = 0
+            for other in tl.static_range(W):
+                start_of, end_of = tl.load(token_start_ptr + other), tl.load(token_start_ptr + other + 1)
+                its = number >= first_tile
+                rank = tl.where(its, other, rank)
+                token = tl.where(its, start_of + (number - first_tile) * BLOCK_T, token)
+                end = tl.where(its, end_of, end)
+                live_routes = tl.where(its, tl.load(live_routes_ptr + other), live_routes)
+                first_tile += tl.cdiv(end_of - start_of, BLOCK_T)
         before_combine = tl.minimum(ahead + number * step, grads)
         store_tiles(
             table_ptr,
             (over_rows + before_combine + number)[:, None],
             (number < combines)[:, None],
             COMBINE_KIND,
+            rank[:, None],
             0,
             number[:, None],
             token[:, None],
-            tl.minimum(R // K - token, BLOCK_T)[:, None],
+            tl.minimum(end - token, BLOCK_T)[:, None],
             0,
-            tl.sum(rows) * STRIPS_OF_PHASE[PHASES - 1],
+            (live_routes * STRIPS_OF_PHASE[PHASES - 1])[:, None],
         )
 
     if part == 0:
-        words = FIRST_COUNTER + PHASES * E + 1
+        words = FIRST_COUNTER + PHASES * E + W
         for first in range(0, words, BLOCK_E):
             word = first + e
             tl.store(counters_ptr + word, tl.where(word == TILES, over_rows + grads + combines, 0), mask=word < words)
 
 
 @triton.jit
-def combine_tiles(R, K: tl.constexpr, COMBINE_KIND: tl.constexpr, BLOCK_T: tl.constexpr):
+def combine_tiles(
+    R, token_start_ptr, W: tl.constexpr, K: tl.constexpr, COMBINE_KIND: tl.constexpr, BLOCK_T: tl.constexpr
+):
     """How many combine tiles there are."""
     tiles = R * 0
     if COMBINE_KIND is not None:
-        tiles = tl.cdiv(R // K, BLOCK_T)
+        if W == 1:
+            tiles = tl.cdiv(R // K, BLOCK_T)
+        else:
+            for rank in tl.static_range(W):
+                tokens = tl.load(token_start_ptr + rank + 1) - tl.load(token_start_ptr + rank)
+                tiles += tl.cdiv(tokens, BLOCK_T)
     return tiles
 
 
@@ -257,7 +292,7 @@ def plan_and_schedule_kernel(
     """
     ticket_ptr, counted_ptr, row_start_written_ptr, left_ptr = words_ptr, words_ptr + 1, words_ptr + 2, words_ptr + 3
     chunks = tl.minimum(tl.maximum(tl.cdiv(R, BLOCK), 1), MOST_CHUNKS)
-    most_blocks = tl.maximum(R // BLOCK_R + E, combine_tiles(R, K, COMBINE_KIND, BLOCK_T))
+    most_blocks = tl.maximum(R // BLOCK_R + E, combine_tiles(R, None, 1, K, COMBINE_KIND, BLOCK_T))
     tickets = 2 * chunks + tl.cdiv(most_blocks, PART)
     ticket = draw(ticket_ptr)
     while ticket < tickets:
@@ -294,10 +329,13 @@ def plan_and_schedule_kernel(
             write_part(
                 ticket - 2 * chunks,
                 row_start_ptr,
+                None,
+                None,
                 table_ptr,
                 counters_ptr,
                 R,
                 E,
+                1,
                 K,
                 KIND_OF_PHASE,
                 STRIPS_OF_PHASE,
@@ -348,10 +386,13 @@ def schedule_kernel(
     write_part(
         tl.program_id(0),
         row_start_ptr,
+        None,
+        None,
         table_ptr,
         counters_ptr,
         R,
         E,
+        1,
         K,
         KIND_OF_PHASE,
         STRIPS_OF_PHASE,
@@ -378,10 +419,10 @@ def plan_and_schedule(topk_ids: Tensor, num_experts: int, work: Work) -> tuple[P
     Every id outside 0 .. num_experts-1 is a masked route.
     """
     T, K = topk_ids.shape
-    plan, made = empty_plan(topk_ids, num_experts), empty_schedule(topk_ids, num_experts, work)
+    plan, made = empty_plan(topk_ids, num_experts), empty_schedule(topk_ids, num_experts, work, (T,))
     chunks, blocks, ranked = chunks_and_blocks(topk_ids, num_experts)
     count = topk_ids.new_empty(chunks, blocks["BLOCK_E"], dtype=torch.int32)
-    sizes, parts = parts_of(T, K, num_experts, work)
+    sizes, parts = parts_of((T,), K, num_experts, work)
     tickets = 2 * chunks + parts
     with shared_words(topk_ids.device) as words:
         plan_and_schedule_kernel[(min(tickets, programs(Resident(per_processor=4))),)](
@@ -405,8 +446,8 @@ def plan_and_schedule(topk_ids: Tensor, num_experts: int, work: Work) -> tuple[P
 def schedule(plan: Plan, work: Work) -> Schedule:
     """The schedule of `work` on a plan that is there already, in one launch."""
     (T, K), E = plan.row_of_slot.shape, len(plan.row_start) - 1
-    made = empty_schedule(plan.row_of_slot, E, work)
-    sizes, parts = parts_of(T, K, E, work)
+    made = empty_schedule(plan.row_of_slot, E, work, (T,))
+    sizes, parts = parts_of((T,), K, E, work)
     schedule_kernel[(parts,)](
         plan.row_start,
         made.table,
@@ -421,15 +462,15 @@ def schedule(plan: Plan, work: Work) -> Schedule:
     return made
 
 
-def empty_schedule(routes: Tensor, num_experts: int, work: Work) -> Schedule:
+def empty_schedule(routes: Tensor, num_experts: int, work: Work, tokens_per_rank: tuple[int, ...]) -> Schedule:
     """Memory for the schedule of a plan. routes: (T, K), on the device where it shall be."""
     index = lambda *shape: torch.empty(shape, dtype=torch.int32, device=routes.device)
-    tiles = most_tiles(routes.numel(), num_experts, [len(routes)], work)
-    counters = number_of_counters(num_experts, 1, work)
+    tiles = most_tiles(routes.numel(), num_experts, tokens_per_rank, work)
+    counters = number_of_counters(num_experts, len(tokens_per_rank), work)
     return Schedule(index(tiles, len(COLUMNS)), index(FIRST_COUNTER.value + counters), work)
 
 
-def parts_of(T: int, K: int, E: int, work: Work) -> tuple[dict[str, object], int]:
+def parts_of(tokens_per_rank: tuple[int, ...], K: int, E: int, work: Work) -> tuple[dict[str, object], int]:
     """The kernels' constants for this work, and how many parts the schedule is written in."""
     PART, columns = (32, 64) if INTERPRETED else (4, 16)
     sizes = dict(
@@ -446,7 +487,8 @@ def parts_of(T: int, K: int, E: int, work: Work) -> tuple[dict[str, object], int
         PART=PART,
         COLUMNS=columns,
     )
-    most_blocks = max(T * K // work.BLOCK_R + E, triton.cdiv(T, work.BLOCK_T) if work.combine else 0)
+    combines = sum(triton.cdiv(T, work.BLOCK_T) for T in tokens_per_rank) if work.combine else 0
+    most_blocks = max(sum(tokens_per_rank) * K // work.BLOCK_R + E, combines)
     return sizes, triton.cdiv(most_blocks, PART)
 
 
@@ -469,15 +511,18 @@ def shared_words(device: torch.device) -> Iterator[Tensor]:
 
 
 def forward_work(problem: Problem, tiles: Mega) -> Work:
-    """What forward does: gate_up with SwiGLU, down, combine."""
+    """What forward does: over heaps dispatch, then gate_up with SwiGLU, down, combine."""
     phases = (strips("gate_up", problem.I, tiles.gate_up), strips("down", problem.H, tiles.down))
+    phases = (*dispatch_of(problem), *phases)
     return Work(tiles.BLOCK_R, phases, (), 0, True, tiles.combine.BLOCK_R, tiles.group, tiles.ahead)
 
 
 def backward_work(problem: Problem, tiles: Mega, need: Need, recompute: bool) -> Work:
     """What backward does for the needed gradients. recompute: pre was not saved, and gate_up makes it again."""
     H, I = problem.H, problem.I
-    phases = [strips("gate_up", I, tiles.gate_up)] if recompute else []
+    phases = dispatch_of(problem)
+    if recompute:
+        phases.append(strips("gate_up", I, tiles.gate_up))
     phases.append(strips("dact", I, tiles.dact))
     waits_for = len(phases) - 1
     if need.dx:
@@ -497,6 +542,11 @@ def backward_work(problem: Problem, tiles: Mega, need: Need, recompute: bool) ->
         tiles.group,
         tiles.ahead,
     )
+
+
+def dispatch_of(problem: Problem) -> list[Phase]:
+    """Over heaps, one tile for each block of rows, before all else; none where rows are gathered."""
+    return [Phase(KINDS.index("dispatch"), 1)] if problem.heap else []
 
 
 def strips(kind: str, N: int, tile: Strips) -> Phase:

@@ -96,6 +96,46 @@ def fence_for_copy_engine():
     tl.inline_asm_elementwise("fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
+# --8<-- [start:ranks]
+@triton.jit
+def arrive(counter_ptrs, values, mask):
+    """Add a value to each counter, in the heaps of many ranks: what this program has stored so far may be read there.
+
+    Memory order: that of `signal`, at sys scope, for a rank may be another GPU.
+    """
+    tl.debug_barrier()
+    tl.atomic_add(counter_ptrs, values, mask=mask, sem="release", scope="sys")
+
+
+@triton.jit
+def wait_for_ranks(counter_ptrs, arrivals, mask):
+    """Return when each of these counters shows this many arrivals. They may have passed 2^31 and wrapped: what is
+    compared is the difference.
+
+    Waits for: `arrive`s of other ranks, or of this launch with earlier tickets. Memory order: that of `wait`, at sys
+    scope.
+    """
+    late = 1
+    polls = 0
+    while late > 0:
+        shown = tl.atomic_add(counter_ptrs, 0, mask=mask, sem="acquire", scope="sys")
+        late = tl.sum((mask & (shown - arrivals < 0)).to(tl.int32))
+        if INTERPRETED:
+            polls += 1
+            tl.static_assert(polls < MOST_POLLS, "a wait is not over, and nobody is left to arrive")
+    tl.debug_barrier()
+
+
+@triton.jit
+def wait_for_rank(counter_ptr, arrivals):
+    """Return when this counter shows so many arrivals: `wait_for_ranks` for one of them."""
+    one = tl.arange(0, 1)
+    wait_for_ranks(counter_ptr + one, arrivals, one == 0)
+
+
+# --8<-- [end:ranks]
+
+
 @triton.jit
 def leave(left_ptr):
     """Whether this program is the last of its launch to leave. Each program calls it once, and touches no word that all

@@ -11,8 +11,8 @@ would. So nothing here lists kernels or forms: what the stages launch is what is
 reading nothing on the host: a meta tensor has no values.)
 
 Matrix instructions must be there where a kernel multiplies (fp32 does without: IEEE fp32 has none on NVIDIA), shared
-memory must fit, ptxas must not have serialised matrix instructions, and nothing may spill but rare forms: those that
-only occur when some gradients are not needed. What fails is printed as a fault, and the exit code is 1.
+memory must fit, ptxas must not have serialised matrix instructions, and nothing may spill but MAY_SPILL and rare forms:
+those that only occur when some gradients are not needed. What fails is printed as a fault, and the exit code is 1.
 
 Run it in a process of its own without TRITON_INTERPRET: interpreted kernels cannot be compiled.
 """
@@ -42,6 +42,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from mega_moe import kernels
 from mega_moe.registry import LADDER
 from mega_moe.shapes import PRESETS, SAVES, Inputs, Need, Problem
+from mega_moe.symmetric import LocalHeaps
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,10 @@ LAYERS = {name: PRESETS[name] for name in ("qwen3-30b-a3b", "qwen3-235b-a22b")} 
     # The smallest there is: one token, one expert.
     "one": Problem(T=1, H=16, I=16, E=1, K=1),
 }
+# What a kernel may spill, in the units of Compiled. All steps of a direction in one function, or all that ranks meet
+# for, leave the largest part a few registers short. For dact's epilogue in backward that is faster on an H200, by 1 to
+# 4 %, than an epilogue of half the columns, which spills less.
+MAY_SPILL = {"mega_forward_kernel": 40, "mega_backward_kernel": 144, "meet_kernel": 40}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -158,15 +163,24 @@ def forms(target: str, problem: Problem, rare: bool = False) -> list[Form]:
     try:
         driver.set_active(Pretended(target))
         inputs = meta_inputs(problem)
+        heaps, over_heaps = over_local_heaps(problem)
         for need, rung, save in itertools.product(needs if rare else [Need()], LADDER, SAVES):
-            if rung.needs_triton:
+            for which in [problem] * rung.needs_triton + [over_heaps] * rung.over_ranks:
                 JITFunction.run = recorder(launched, rare=need != Need())
-                saving = problem.at(save=save)
+                saving = which.at(save=save)
                 y, saved = rung.forward(saving, inputs)
                 rung.backward(saving, inputs, saved, torch.empty_like(y), need)
+        heaps.close()
     finally:
         JITFunction.run = run
     return list({form.key(): form for form in reversed(launched)}.values())[::-1]  # the first of each, and in order
+
+
+def over_local_heaps(problem: Problem) -> tuple[LocalHeaps, Problem]:
+    """The same layer over the heaps of four ranks, or of one where four cannot share its experts."""
+    W = 1 if problem.E % 4 else 4
+    heaps = LocalHeaps(W, problem.T)
+    return heaps, problem.at(heap=heaps.key, tokens_per_rank=(problem.T - (W - 1), *[1] * (W - 1)))
 
 
 def recorder(launched: list[Form], rare: bool) -> Callable:
@@ -213,7 +227,8 @@ def compile_form(target: str, form: Form, may_spill: bool = False) -> Compiled:
     shared, matrix = compiled.metadata.shared, TARGETS[target].matrix
 
     faults = [line.strip() for line in log.splitlines() if re.search(r"\bC75\d\d\b", line)]
-    if (spills or scratch) and not (may_spill or form.rare):
+    allowed = MAY_SPILL.get(form.kernel.__name__, 0)
+    if (spills > allowed or scratch > allowed) and not (may_spill or form.rare):
         faults.append("spills")
     if shared > TARGETS[target].shared:
         faults.append(f"{shared} bytes of shared memory, of {TARGETS[target].shared}")

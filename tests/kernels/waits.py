@@ -1,0 +1,304 @@
+"""Read the compiled code of kernels that wait, and say where it could read too early or signal too early.
+
+    python -m tests.kernels.waits
+
+A wait holds what is behind it only as long as a compiler leaves it behind: a pipeliner starts a loop's first copies as
+early as it may. And what a signal stands for is what every thread has stored before it, which takes a barrier, and for
+bytes that the copy engine loads a fence. None of it shows in the interpreter, and on a GPU only now and then. So this
+reads the code, of the layers and forms that the stages launch (see cross_compile.py), where the compiler's own passes
+are done (TTGIR) and where LLVM is too (PTX):
+
+    wait      behind its loop comes its barrier, with nothing in between that touches memory; nothing of its tile is
+              loaded before it that anybody stores meanwhile, but what the wait itself is made of; and a copy of
+              what the kernel stores has its fence
+    signal    before the add comes its barrier, with nothing in between; and before that the fence, where the tile has
+              stored what copies load
+
+Prints JSON: what is wrong with each kernel as it is, and with the forward kernel when faults are planted in it. Run it
+in a process of its own without TRITON_INTERPRET.
+"""
+
+import ast
+import inspect
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from types import ModuleType
+
+import torch
+import triton
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime import driver
+
+from mega_moe.kernels import mega, signal
+from tests.kernels.cross_compile import LAYERS, Form, Pretended, forms
+from tests.ranks.planted import copied, load, planted, wait_last
+
+TARGET, LAYER = "sm_90", "qwen3-30b-a3b"
+
+# TTGIR: what touches memory.
+COPY = r"async_copy_global_to_local|async_tma_copy_global_to_local|async_tma_gather"
+READ = rf"tt\.load|tt\.descriptor_load|tt\.descriptor_gather|{COPY}"
+WRITE = r"tt\.store|tt\.descriptor_store|async_tma_copy_local_to_global"
+LOOK, SIGNAL = r"atomic_rmw add, acquire", r"atomic_rmw add, release"
+BARRIER, FENCE = r"ttg\.barrier|gpu\.barrier", r'inline_asm "fence\.proxy\.async;'
+ELSEWHERE = "in another rank's heap"
+TOUCHES = "|".join((READ, WRITE, r"atomic_rmw", BARRIER, FENCE))
+
+
+@dataclass(eq=False)
+class Node:
+    """An operation with its blocks."""
+
+    text: str
+    blocks: list[list["Node"]] = field(default_factory=list)
+
+    def inside(self) -> Iterator["Node"]:
+        """This operation, and all in its blocks, in order."""
+        yield self
+        for block in self.blocks:
+            for node in block:
+                yield from node.inside()
+
+    def does(self, what: str) -> bool:
+        return re.search(what, self.text) is not None
+
+
+def parsed(ttgir: str) -> Node:
+    """The module, from its text."""
+    root = Node("", [[]])
+    open_nodes = [root]
+    for line in ttgir.splitlines():
+        text = re.sub(r" loc\(.*?\)*$", "", line.strip())
+        if text.startswith("}"):
+            if text.endswith("{"):  # } else {, } do {
+                open_nodes[-1].blocks.append([])
+            else:
+                open_nodes.pop()
+        elif text and not text.startswith(("#", "^")):
+            node = Node(text)
+            open_nodes[-1].blocks[-1].append(node)
+            if text.endswith("{"):
+                node.blocks.append([])
+                open_nodes.append(node)
+    return root
+
+
+def walked(node: Node, around: tuple = ()) -> Iterator[tuple[Node, tuple]]:
+    """Every operation with what is around it, from the inside out: (block, position in it, whose block)."""
+    for block in node.blocks:
+        for i, inner in enumerate(block):
+            yield inner, ((block, i, node), *around)
+            yield from walked(inner, ((block, i, node), *around))
+
+
+def before(around: tuple) -> tuple[list[tuple[Node, tuple]], list[tuple[Node, tuple]]]:
+    """What touches memory before an operation, in its tile's branch, and from there back to where its ticket begins;
+    each with what is around it."""
+    in_branch, in_loop = [], []
+    for n, (block, i, owner) in enumerate(around):
+        loop = owner.does(r"scf\.while")
+        here = Node("", [block[:i]])
+        earlier = [(node, (*inner, *around[n + 1 :])) for node, inner in walked(here) if node.does(TOUCHES)]
+        (in_loop if loop else in_branch)[:0] = earlier
+        if loop:
+            break
+    return in_branch, in_loop
+
+
+def wrong_in_ttgir(ttgir: str) -> list[str]:
+    """What is wrong with the waits and signals of a kernel; an empty list for nothing."""
+    root, wrong = parsed(ttgir), []
+    stored_anywhere = {name_behind(*found) for found in walked(root) if found[0].does(WRITE)}
+    changing = stored_anywhere | {ELSEWHERE}
+    handed_on = stored_anywhere & {copied_name(node) for node, _ in walked(root)}
+    waits = signals = 0
+    for node, around in walked(root):
+        block, i, _ = around[0]
+        in_branch, in_loop = before(around)
+
+        if node.does(r"scf\.while") and any(inner.does(LOOK) for inner in chain(*node.blocks)):
+            waits += 1
+            behind = [inner for later in block[i + 1 :] for inner in later.inside() if inner.does(TOUCHES)]
+            if not behind or not behind[0].does(BARRIER):
+                wrong.append(f"wait {waits} has no barrier")
+            needed = what_it_needs(node, around)
+            reads = [earlier for earlier in in_branch if earlier[0].does(READ) and earlier[0] not in needed]
+            early = {name_behind(*earlier) for earlier in reads}
+            if early & changing or any(inner.does(COPY) for inner, _ in (*in_branch, *in_loop)):
+                wrong.append(f"something is loaded before wait {waits}")
+
+        if copied_name(node) in handed_on:
+            looks = [n for n, (inner, _) in enumerate(in_branch) if inner.does(LOOK)]
+            behind = [inner for inner, _ in in_branch[looks[-1] + 1 :]] if looks else []
+            if len(behind) < 2 or not behind[1].does(FENCE):
+                wrong.append(f"{copied_name(node)} is copied behind a wait without a fence, or behind none")
+
+        if node.does(SIGNAL):
+            signals += 1
+            since = max((n + 1 for n, (inner, _) in enumerate(in_branch) if inner.does(SIGNAL)), default=0)
+            done = [inner for inner, _ in in_branch[since:]]
+            if not done or not done[-1].does(BARRIER):
+                wrong.append(f"signal {signals} has no barrier")
+            stored = {name_behind(*earlier) for earlier in in_branch[since:] if earlier[0].does(WRITE)}
+            if stored & handed_on and not (len(done) > 1 and done[-2].does(FENCE)):
+                wrong.append(f"signal {signals} has no fence")
+    return list(dict.fromkeys(wrong)) if waits or signals else ["neither waits nor signals"]
+
+
+def what_it_needs(wait: Node, around: tuple) -> list[Node]:
+    """The operations that a wait's counter and its number of arrivals are made by: these cannot come behind it."""
+    names = {name for node in wait.inside() for name in re.findall(r"%[\w]+", node.text)}
+    needed = []
+    for block, i, _ in around:
+        for earlier in reversed(block[:i]):
+            made, _, operands = earlier.text.partition(" = ")
+            if made.partition(":")[0] in names:
+                names |= set(re.findall(r"%[\w]+", operands))
+                needed.append(earlier)
+    return needed
+
+
+def copied_name(node: Node) -> str | None:
+    """What a copy by the copy engine loads: "act" for act_desc or act_rows_desc."""
+    found = re.search(r"async_tma_copy_global_to_local %(\w+?)(_rows)?_desc\b", node.text)
+    return found and found[1]
+
+
+def name_behind(node: Node, around: tuple) -> str:
+    """What a load or store touches: "act" for a pointer that was made from act_ptr; ELSEWHERE for an address that was
+    itself loaded. Blocks beside each other use the same names for different things, so a name is looked up from the
+    inside out."""
+    name = re.search(r"%([\w#]+)", node.text.partition(" = ")[2] or node.text)[1]
+    for block, i, _ in around:
+        for earlier in reversed(block[:i]):
+            if made := re.match(rf"%{name}(?::\d+)? = (\S+) %([\w#]+)", earlier.text):
+                if made[1] == "tt.load":
+                    return ELSEWHERE
+                name = made[2]
+    return name.removesuffix("_ptr")
+
+
+def wrong_in_ptx(ptx: str) -> list[str]:
+    """What LLVM has moved: signals whose stores do not all come before their barrier; loads before their wait."""
+    lines = [line.split("//")[0].strip() for line in ptx.splitlines()]
+    label_at = {line[:-1]: n for n, line in enumerate(lines) if re.fullmatch(r"\$\w+:", line)}
+    comes_from: dict[int, list[int]] = {n: [] for n in range(len(lines))}
+    for n, line in enumerate(lines):
+        target = re.search(r"\bbra(?:\.uni)?\s+(\$\w+)", line)
+        if target and target[1] in label_at:
+            comes_from[label_at[target[1]]].append(n)
+        if n + 1 < len(lines) and not re.match(r"(bra|ret)\b", line):
+            comes_from[n + 1].append(n)
+
+    def reached_backwards(start: int, stop: str, bad: str) -> bool:
+        """Whether some path back from a line comes to what is bad before it comes to a stop."""
+        seen, pending = set(), list(comes_from[start])
+        while pending:
+            n = pending.pop()
+            if n not in seen:
+                seen.add(n)
+                if re.search(bad, lines[n]):
+                    return True
+                if not re.search(stop, lines[n]):
+                    pending += comes_from[n]
+        return False
+
+    wrong = []
+    for n, line in enumerate(lines):
+        if re.search(r"\batom\.\S*release", line) and reached_backwards(n, r"bar\.sync", r"\bst\.global"):
+            wrong.append(f"line {n + 1}: a store between a signal and its barrier")
+        if re.search(r"\b(ld|atom)\.\S*acquire", line) and reached_backwards(
+            n, r"atom\.\S*relaxed", r"cp\.async\.(c[ag]|bulk)"
+        ):
+            wrong.append(f"line {n + 1}: a copy between a ticket and its wait")
+    return wrong
+
+
+def compiled(form: Form) -> dict[str, str]:
+    """TTGIR and PTX of a form, without an assembler's work."""
+    CUDABackend.make_cubin = lambda self, *args: b""
+    driver.set_active(Pretended(TARGET))
+    triton.knobs.compilation.always_compile = True
+    form.kernel.device_caches.clear()
+    return form.kernel.warmup(*form.args, grid=(1,), **form.kwargs).asm
+
+
+def wrong_with(form: Form) -> list[str]:
+    asm = compiled(form)
+    return wrong_in_ttgir(asm["ttgir"]) + wrong_in_ptx(asm["ptx"])
+
+
+# Planted faults: statements of signal.py left out, or calls in a kernel moved.
+
+
+def without(function: str, statement: str, folder: Path):
+    """A function of signal.py without a statement."""
+    tree = ast.parse(inspect.getsource(signal))
+    (found,) = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == function)
+
+    class Remover(ast.NodeTransformer):
+        removed = 0
+
+        def visit_Expr(self, node):
+            if ast.unparse(node) != statement:
+                return node
+            self.removed += 1
+            return ast.Pass()
+
+    remover = Remover()
+    remover.visit(found)
+    assert remover.removed == 1, f"no single {statement} in {function}: has it changed?"
+    return getattr(load(ast.unparse(ast.fix_missing_locations(tree)), like=signal, folder=folder), function)
+
+
+def with_signal(form: Form, folder: Path, **functions) -> Form:
+    """The form of a kernel of mega.py that waits and signals by these functions."""
+    module = copied(mega, folder)
+    for name, function in functions.items():
+        setattr(module, name, function)
+    return form_of(module, form)
+
+
+def form_of(module: ModuleType, form: Form) -> Form:
+    """The form of the kernel of that name in another module."""
+    return replace(form, kernel=getattr(module, form.kernel.__name__))
+
+
+def planted_in(form: Form, folder: Path) -> dict[str, Form]:
+    """The form with each of the faults."""
+    barrier, fence = "tl.debug_barrier()", "fence_for_copy_engine()"
+    with_part_left_out = lambda function, part: with_signal(form, folder, **{function: without(function, part, folder)})
+    return {
+        "a wait without its barrier": with_part_left_out("wait", barrier),
+        "a wait without its fence": with_part_left_out("wait", fence),
+        "a signal without its barrier": with_part_left_out("signal", barrier),
+        "a signal without its fence": with_part_left_out("signal", fence),
+        "a wait behind its tile": form_of(planted(mega, form.kernel.__name__, "kind == DOWN", wait_last, folder), form),
+    }
+
+
+def main() -> int:
+    if triton.knobs.runtime.interpret:
+        print("TRITON_INTERPRET is set: interpreted kernels cannot be compiled", file=sys.stderr)
+        return 2
+    problem = LAYERS[LAYER].at(dtype=torch.bfloat16, device="meta")
+    waiting = [form for form in forms(TARGET, problem) if re.search(r"\bwait\w*\(", form.kernel.src)]
+    forward = next(form for form in waiting if form.kernel is mega.mega_forward_kernel)
+    with tempfile.TemporaryDirectory() as folder:
+        faulty = planted_in(forward, Path(folder))
+        found = {
+            "as they are": {form.name: wrong_with(form) for form in waiting},
+            "planted": {fault: wrong_with(form) for fault, form in faulty.items()},
+        }
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
