@@ -42,11 +42,12 @@ def record(lesson: Path, recordings: Path = RECORDINGS) -> Path:
     """The lesson as an executed notebook, `recordings/<lesson's name>.ipynb`.
 
     A recording is used again while the sources it was made from are the same: the lesson,
-    mega_moe/, reference/ and the recorded results, which a lesson may quote.
+    mega_moe/, reference/, the model of the protocol and the recorded results, which a lesson may quote.
     Raises nbclient's CellExecutionError, with the traceback, when a cell raises.
     """
     recording = recordings / f"{lesson.stem}.ipynb"
     code = [*ROOT.glob("mega_moe/**/*.py"), *ROOT.glob("mega_moe/**/*.json"), *ROOT.glob("reference/*.py")]
+    code.append(ROOT / "tests/ranks/model.py")
     sources = _digest([lesson, *code, *ROOT.glob("docs/results/*.json")])
     if recording.exists() and nbformat.read(recording, as_version=4).metadata.get("sources") == sources:
         return recording
