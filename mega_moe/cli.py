@@ -29,8 +29,9 @@ from .registry import LADDER, Rung, stage
 from .roofline import DIRECTIONS
 from .routing import plan
 from .samples import ROUTINGS, load_layer, random_inputs
-from .schedule import home_of_row, schedule, with_dispatch
+from .schedule import home_of_row, schedule
 from .shapes import PRESETS, SAVES, Inputs, Need, Problem
+from .symmetric import LocalHeaps, shares
 
 PATIENCE = 300  # seconds that a run on a CPU may take without --force
 
@@ -84,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--routing", choices=ROUTINGS, help="how tokens spread over experts (default: balanced)")
     add("--dtype", choices=tuple(DTYPES), help="default: bf16, or the layer's own")
     add("--save", choices=SAVES, default="pre", help="what forward keeps for backward (default: pre)")
+    add("--ranks", type=int, metavar="W", help="over the local heaps of W ranks, which share tokens and experts")
     add("--device", choices=("cuda", "cpu"), help="default: the GPU if there is one")
     add("--seed", type=int, default=0, help="default: 0")
     add("--json", action="store_true", help="print JSON, as mega_moe.ladder.Climb.as_json describes it")
@@ -240,8 +242,9 @@ def _layer(arguments: argparse.Namespace, rungs: list[Rung], device: str) -> lad
             device=device, dtype=dtype or torch.bfloat16, save=arguments.save
         )
         routing = arguments.routing or "balanced"
+        problem, heaps = _over_ranks(problem, arguments.ranks)
         _check_patience(rungs, problem, arguments.force)
-        return ladder.Layer(problem, *random_inputs(problem, routing, arguments.seed), routing)
+        return ladder.Layer(problem, *random_inputs(problem, routing, arguments.seed), routing, heaps)
 
     for option in ("shape", "routing"):
         if getattr(arguments, option):
@@ -258,10 +261,25 @@ def _layer(arguments: argparse.Namespace, rungs: list[Rung], device: str) -> lad
             inputs.w_gate_up.to(dtype),
             inputs.w_down.to(dtype),
         )
-    problem = inputs.problem(save=arguments.save)
+    problem, heaps = _over_ranks(inputs.problem(save=arguments.save), arguments.ranks)
     _check_patience(rungs, problem, arguments.force)
     _, dy = random_inputs(problem.at(I=1, E=1, K=1), seed=arguments.seed)
-    return ladder.Layer(problem, inputs, dy, "layer")
+    return ladder.Layer(problem, inputs, dy, "layer", heaps)
+
+
+def _over_ranks(problem: Problem, W: int | None) -> tuple[Problem, LocalHeaps | None]:
+    """The problem as it is; or over the heaps of W ranks, which share its tokens and its experts."""
+    if W is None:
+        return problem, None
+    _check_ranks(W, problem.E)
+    tokens_per_rank = shares(problem.T, W)
+    heaps = LocalHeaps(W, max(*tokens_per_rank, 1))
+    return problem.at(heap=heaps.key, tokens_per_rank=tokens_per_rank), heaps
+
+
+def _check_ranks(W: int, E: int) -> None:
+    if W < 1 or E % W:
+        raise Refused(f"--ranks {W}: the ranks share {E} experts evenly, so give a divisor of {E}")
 
 
 def _shape(text: str) -> Problem:
@@ -307,8 +325,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 def _schedule(arguments: argparse.Namespace) -> int:
     problem, W = _shape(arguments.shape).at(dtype=DTYPES[arguments.dtype], save=arguments.save), arguments.ranks
-    if W < 1 or problem.E % W:
-        raise Refused(f"--ranks {W}: the ranks share {problem.E} experts evenly, so give a divisor of {problem.E}")
+    _check_ranks(W, problem.E)
     if arguments.programs is not None and arguments.programs < 1:
         raise Refused(f"--programs {arguments.programs}: at least 1 has to run")
     if arguments.plot:
@@ -335,14 +352,12 @@ def _simulation(problem: Problem, W: int, arguments: argparse.Namespace) -> simu
     from .kernels import blocks
     from .kernels.schedule import backward_work, forward_work
 
-    tiles, p = blocks.mega_for(problem), problem
+    tokens_of_rank = shares(problem.T, W)
+    tiles, p = blocks.mega_for(problem), problem.at(tokens_per_rank=tokens_of_rank if W > 1 else ())
     if arguments.direction == "forward":
         work = forward_work(p, tiles)
     else:
         work = backward_work(p, tiles, Need(), recompute=p.save == "inputs")
-    if W > 1:
-        work = with_dispatch(work)
-    tokens_of_rank = [p.T // W + (rank < p.T % W) for rank in range(W)]
     inputs, _ = random_inputs(p.at(I=1), arguments.routing, arguments.seed)  # the same ids without the weights' memory
     rows = plan(inputs.topk_ids.cpu(), p.E)
     homes = home_of_row(rows, tokens_of_rank)

@@ -24,6 +24,7 @@ from .parity import SMALL, SMALL_BUDGET, Oracle, Parity
 from .registry import Rung
 from .roofline import DIRECTIONS
 from .shapes import Inputs, Problem
+from .symmetric import LocalHeaps
 
 WARM_UP = {"cuda": 3, "cpu": 1}  # rounds before the measured ones
 ROUNDS = {"cuda": 20, "cpu": 5}
@@ -37,12 +38,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer to run: its facts, its tensors, dy (T, H), and where its routing comes from."""
+    """One layer to run: its facts, its tensors, dy (T, H), where its routing comes from, and over ranks their heaps."""
 
     problem: Problem
     inputs: Inputs
     dy: Tensor
     routing: str  # one of samples.ROUTINGS, or "layer" for one read from a file
+    heaps: LocalHeaps | None = None
 
     @property
     def rows(self) -> int:
@@ -330,11 +332,12 @@ def device_name(device: str) -> str:
 
 
 def facts(layer: Layer) -> dict:
-    """The problem as JSON: one rank, computed in the inputs' own dtype."""
+    """The problem as JSON, computed in the inputs' own dtype."""
     p = layer.problem
     dtype = next(name for name, dtype in DTYPES.items() if dtype == p.dtype)
     sizes = {letter: getattr(p, letter) for letter in "THIEK"}
-    return sizes | {"W": 1, "dtype": dtype, "routing": layer.routing, "save": p.save, "precision": None}
+    ran = {"W": len(p.tokens_per_rank) or 1, "dtype": dtype, "routing": layer.routing, "save": p.save}
+    return sizes | ran | {"precision": None}
 
 
 def plain(value: float) -> str:

@@ -192,6 +192,11 @@ class LocalHeaps:
         self._starts.clear()
 
 
+def shares(T: int, W: int) -> tuple[int, ...]:
+    """tokens_per_rank of T tokens that W ranks share as evenly as whole numbers allow: of 7 and 3, (3, 2, 2)."""
+    return tuple(T // W + (rank < T % W) for rank in range(W))
+
+
 KEYS = count(1)
 OPEN: WeakValueDictionary[int, LocalHeaps] = WeakValueDictionary()
 MOST_STARTS = 64

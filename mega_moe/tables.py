@@ -57,7 +57,8 @@ def show(climb: Climb, name: str) -> None:
     console = _console()
     p = climb.problem
     sizes = "  ".join(f"{letter}={p[letter]}" for letter in "THIEK")
-    console.print(f"[bold]{escape(name)}[/]  {sizes}  {p['dtype']}  routing: {p['routing']}  save: {p['save']}")
+    ranks = f"  ranks: {p['W']}" if p["W"] > 1 else ""
+    console.print(f"[bold]{escape(name)}[/]  {sizes}  {p['dtype']}  routing: {p['routing']}  save: {p['save']}{ranks}")
     console.print(f"[dim]{escape(climb.where)}[/]\n")
 
     ran = [row for row in climb.rows if row.parity]

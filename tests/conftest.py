@@ -18,7 +18,7 @@ from mega_moe.shapes import PRESETS
 SLICES = {
     "a rung": 60,
     "ranks": 240,
-    "kernels": 90,
+    "kernels": 140,
     "compile": 120,
     "cross-compile": 120,
     "lessons": 120,

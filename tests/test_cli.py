@@ -115,6 +115,16 @@ def test_every_rung_that_can_run_here_is_a_row_and_an_interpreted_one_claims_no_
         assert 0 < row["launches"]["forward"] <= 15 and row["failed"] == []
 
 
+@needs_kernels
+def test_over_ranks_run_the_rungs_that_take_heaps(capsys):
+    code, result = ladder_json(capsys, "--shape", "11,32,16,4,2", "--ranks", "2")
+    assert code == 0 and result["problem"]["W"] == 2
+    for rung, row in zip(LADDER, result["rows"], strict=True):
+        assert bool(row["why_not"]) == (not rung.over_ranks)
+        assert row["parity"] is None or all(0 < share <= 1 for share in row["parity"].values())
+    assert result["rows"][-1]["launches"] == {"forward": 2, "backward": 2}
+
+
 def test_a_rung_that_cannot_run_says_why_and_has_null_in_every_measured_key(capsys, monkeypatch):
     plant(monkeypatch, "why_not")
     code, result = ladder_json(capsys, *SMALL)
@@ -341,6 +351,7 @@ def test_version(capsys):
         (("ladder", "--fast"), "unrecognized arguments: --fast"),
         (("climb",), "invalid choice: 'climb'"),
         (("schedule", "--shape", "huge"), "--shape huge: give tiny"),
+        (("ladder", "--ranks", "3"), "--ranks 3: the ranks share 8 experts evenly, so give a divisor of 8"),
         (("schedule", "--ranks", "3"), "--ranks 3: the ranks share 8 experts evenly, so give a divisor of 8"),
         (("schedule", "--ranks", "0"), "--ranks 0: "),
         (("schedule", "--programs", "0"), "--programs 0: at least 1 has to run"),

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..schedule import COLUMNS, COMBINE, KINDS, Phase, Work, most_tiles, number_of_counters
+from ..schedule import COLUMNS, COMBINE, KINDS, Phase, Work, most_tiles, number_of_counters, with_dispatch
 from ..shapes import Need, Plan, Problem
 from .blocks import Mega, Resident, Strips, WeightGrad, programs, routes
 from .plan import begin_chunk, chunks_and_blocks, count_chunk, empty_plan, place_chunk, store_row_start
@@ -513,16 +513,14 @@ def shared_words(device: torch.device) -> Iterator[Tensor]:
 def forward_work(problem: Problem, tiles: Mega) -> Work:
     """What forward does: over heaps dispatch, then gate_up with SwiGLU, down, combine."""
     phases = (strips("gate_up", problem.I, tiles.gate_up), strips("down", problem.H, tiles.down))
-    phases = (*dispatch_of(problem), *phases)
-    return Work(tiles.BLOCK_R, phases, (), 0, True, tiles.combine.BLOCK_R, tiles.group, tiles.ahead)
+    work = Work(tiles.BLOCK_R, phases, (), 0, True, tiles.combine.BLOCK_R, tiles.group, tiles.ahead)
+    return with_dispatch(work) if problem.tokens_per_rank else work
 
 
 def backward_work(problem: Problem, tiles: Mega, need: Need, recompute: bool) -> Work:
     """What backward does for the needed gradients. recompute: pre was not saved, and gate_up makes it again."""
     H, I = problem.H, problem.I
-    phases = dispatch_of(problem)
-    if recompute:
-        phases.append(strips("gate_up", I, tiles.gate_up))
+    phases = [strips("gate_up", I, tiles.gate_up)] if recompute else []
     phases.append(strips("dact", I, tiles.dact))
     waits_for = len(phases) - 1
     if need.dx:
@@ -532,7 +530,7 @@ def backward_work(problem: Problem, tiles: Mega, need: Need, recompute: bool) ->
         grads.append(matrix("dw_gate_up", 2 * I, H, tiles.dw_gate_up))
     if need.dw_down:
         grads.append(matrix("dw_down", I, H, tiles.dw_down))  # transposed: its rows are I
-    return Work(
+    work = Work(
         tiles.BLOCK_R,
         tuple(phases),
         tuple(grads),
@@ -542,11 +540,7 @@ def backward_work(problem: Problem, tiles: Mega, need: Need, recompute: bool) ->
         tiles.group,
         tiles.ahead,
     )
-
-
-def dispatch_of(problem: Problem) -> list[Phase]:
-    """Over heaps, one tile for each block of rows, before all else; none where rows are gathered."""
-    return [Phase(KINDS.index("dispatch"), 1)] if problem.heap else []
+    return with_dispatch(work) if problem.tokens_per_rank else work
 
 
 def strips(kind: str, N: int, tile: Strips) -> Phase:

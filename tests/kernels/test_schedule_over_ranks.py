@@ -1,0 +1,53 @@
+"""Over ranks the schedule comes from the launch in which they meet, and is that of mega_moe.schedule, to the bit."""
+
+import pytest
+import torch
+from cases import DEVICE
+
+from mega_moe import routing
+from mega_moe.kernels.meet import meet
+from mega_moe.samples import random_inputs
+from mega_moe.schedule import KINDS, Phase, Work, home_of_row, number_of_counters, schedule, with_dispatch
+from mega_moe.shapes import Problem
+from mega_moe.symmetric import LocalHeaps
+
+GATE_UP, DOWN, DACT, DX, DW_GATE_UP, DW_DOWN = (
+    KINDS.index(kind) for kind in ("gate_up", "down", "dact", "dx", "dw_gate_up", "dw_down")
+)
+FORWARD = with_dispatch(Work(4, (Phase(GATE_UP, 2), Phase(DOWN, 3)), (), 0, True, 2, 2, 0))
+BACKWARD = with_dispatch(
+    Work(
+        4,
+        (Phase(GATE_UP, 3), Phase(DACT, 2), Phase(DX, 1)),
+        (Phase(DW_GATE_UP, 5), Phase(DW_DOWN, 2)),
+        1,
+        True,
+        2,
+        2,
+        3,
+    )
+)
+
+
+@pytest.fixture(autouse=True)
+def watched_addresses():
+    """Not watched: a heap is reached by its address, and is no argument of the kernel."""
+
+
+@pytest.mark.parametrize("E", [4, 12])
+@pytest.mark.parametrize("tokens_per_rank", [(43,), (40, 30), (70, 0), (9, 0, 21, 40), (0, 0, 0, 3), (0, 0)], ids=str)
+@pytest.mark.parametrize("work", [FORWARD, BACKWARD], ids=["forward", "backward"])
+def test_the_common_order_of_all_ranks(work, tokens_per_rank, E):
+    T, W = sum(tokens_per_rank), len(tokens_per_rank)
+    heaps = LocalHeaps(W, max(*tokens_per_rank, 1))
+    problem = Problem(T, 32, 16, E, 3, torch.float32, DEVICE, heap=heaps.key, tokens_per_rank=tokens_per_rank)
+    inputs, _ = random_inputs(problem, "zipf")
+    inputs.topk_ids[::5, 1] = -1
+    _, plan, made = meet(problem, inputs, None, work)
+
+    rows = routing.plan(inputs.topk_ids, E)
+    assert torch.equal(plan.row_start, rows.row_start)
+    live_routes = home_of_row(rows, tokens_per_rank).bincount(minlength=W).tolist()
+    specified = schedule(rows.row_start, tokens_per_rank, live_routes, work)
+    assert torch.equal(made.table[: len(specified)], specified)
+    assert made.counters.tolist() == [0, len(specified)] + [0] * number_of_counters(E, W, work)
