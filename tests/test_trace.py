@@ -89,9 +89,8 @@ def test_to_trace_changes_no_bit_of_any_result(monkeypatch, save):
         results = []
 
         def keeping(launcher):
-            def launch(*arguments):
-                *arguments, words = arguments
-                results.append(launcher(*arguments, words if traced else None))
+            def launch(*arguments, trace):
+                results.append(launcher(*arguments, trace=trace if traced else None))
                 return results[-1]
 
             return launch
@@ -304,7 +303,7 @@ problem = LAYERS["one"].at(device="meta")
 inputs, tiles = meta_inputs(problem), blocks.mega_for(problem)
 plan, tickets = plan_and_schedule(inputs.topk_ids, problem.E, forward_work(problem, tiles))
 for trace in (None, torch.empty(100, dtype=torch.int64, device="meta")):
-    mega.mega_forward(problem, inputs, plan, tickets, tiles, trace)
+    mega.mega_forward(problem, inputs, plan, tickets, tiles, trace=trace)
 JITFunction.run = run
 for form in launched[1:]:
     ptx = form.kernel.warmup(*form.args, grid=(1,), **form.kwargs).asm["ptx"]
