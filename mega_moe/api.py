@@ -160,6 +160,8 @@ def check_ranks(heap: LocalHeaps | None, tokens_per_rank: tuple[int, ...] | None
         raise TypeError(f"heap must be LocalHeaps(ranks, max_tokens), not {type(heap).__name__}")
     if tokens_per_rank is None:
         raise ValueError(f"with a heap tokens_per_rank is needed: {heap.ranks} numbers that add up to T = {T}")
+    if not all(isinstance(tokens, int) for tokens in tokens_per_rank):
+        raise TypeError(f"tokens_per_rank must be whole numbers, not {tuple(tokens_per_rank)}")
     if len(tokens_per_rank) != heap.ranks or min(tokens_per_rank) < 0 or sum(tokens_per_rank) != T:
         raise ValueError(
             f"tokens_per_rank must be {heap.ranks} numbers that add up to T = {T}, not {tuple(tokens_per_rank)}"

@@ -141,34 +141,40 @@ def heap_of_one_rank(problem: Problem, weights_dtype: torch.dtype, parts: int, d
 class LocalHeaps:
     """The heaps of W ranks in one process and on one device: all ranks work in the same launches.
 
-    `moe(..., heap=LocalHeaps(ranks=4, max_tokens=64), tokens_per_rank=(17, 0, 40, 7))` takes the tokens of the ranks
-    one after another and the weights of all experts; rank r owns experts r*L .. r*L+L-1, where L = E / W. Use one heap
-    from one stream. Memory is taken at the first call for each kind of layer (sizes and dtypes), and kept until
-    `close()`.
+    With heap = LocalHeaps(ranks=4, max_tokens=64), `moe(..., heap=heap, tokens_per_rank=(17, 0, 40, 7))` takes the
+    tokens of the ranks one after another and the weights of all experts; rank r owns experts r*L .. r*L+L-1, where
+    L = E / W. Keep a reference to it until backward is done, and use it from one stream. Memory is taken at the first
+    call for each kind of layer (sizes and dtypes), and kept until `close()`, which ends captured graphs as well.
 
     ranks: W. max_tokens: the most tokens that a rank may have in a call.
 
-    Raises ValueError unless both are positive.
+    Raises ValueError unless both are positive whole numbers.
     """
 
     def __init__(self, ranks: int, max_tokens: int):
         for name, size in dict(ranks=ranks, max_tokens=max_tokens).items():
-            if size < 1:
-                raise ValueError(f"{name} must be positive, not {size}")
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name} must be a positive whole number, not {size}")
         self.ranks, self.max_tokens = ranks, max_tokens
         self.key = next(KEYS)
         self.closed = False
         self._kept: dict[tuple, tuple[Tensor, Tensor]] = {}
         self._starts: dict[tuple, Tensor] = {}
+        self._captured: list[Tensor] = []  # starts that graphs hold the addresses of
         OPEN[self.key] = self
 
+    def __reduce__(self):
+        raise TypeError("heaps hold addresses and cannot be copied: make new ones with LocalHeaps(ranks, max_tokens)")
+
     def memory(self, problem: Problem, weights_dtype: torch.dtype, parts: int, device: torch.device) -> Memory:
-        """The heaps for this kind of layer. Raises RuntimeError when closed."""
+        """The heaps for this kind of layer. Raises RuntimeError when closed, and where they would have to be made
+        while a graph is captured."""
         if self.closed:
             raise RuntimeError("these heaps are closed: make new ones with LocalHeaps(ranks, max_tokens)")
         p = problem
         layout = Layout(self.ranks, self.max_tokens, p.H, p.K, p.E, p.dtype, weights_dtype, parts)
         if (layout, device) not in self._kept:
+            refuse_in_capture(device)
             self._kept[layout, device] = fresh_heaps(layout, device)
         return Memory(layout, *self._kept[layout, device], self.token_start(p.tokens_per_rank, device))
 
@@ -176,6 +182,7 @@ class LocalHeaps:
         """(W+1,) int32 on the device: where each rank's tokens begin. Made once for each distribution, number by
         number, since a copy from the host would wait for the device."""
         if (tokens_per_rank, device) not in self._starts:
+            refuse_in_capture(device)
             starts = [sum(tokens_per_rank[:rank]) for rank in range(self.ranks + 1)]
             if len(self._starts) == MOST_STARTS:
                 self._starts.pop(next(iter(self._starts)))
@@ -183,6 +190,8 @@ class LocalHeaps:
             for at, start in zip(made, starts):
                 at.fill_(start)
             self._starts[tokens_per_rank, device] = made
+        if is_capturing(device):
+            self._captured.append(self._starts[tokens_per_rank, device])
         return self._starts[tokens_per_rank, device]
 
     def close(self) -> None:
@@ -190,6 +199,18 @@ class LocalHeaps:
         self.closed = True
         self._kept.clear()
         self._starts.clear()
+        self._captured.clear()
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured on the current stream."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def refuse_in_capture(device: torch.device) -> None:
+    """What is made while a graph is captured is not there before it is replayed, and yet it would be kept."""
+    if is_capturing(device):
+        raise RuntimeError("call moe once with this heap, these sizes and these tokens_per_rank before capturing them")
 
 
 def shares(T: int, W: int) -> tuple[int, ...]:

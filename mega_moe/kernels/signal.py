@@ -8,6 +8,7 @@ unfinished ticket never waits for a program that has not started, and a launch e
 
 import triton
 import triton.language as tl
+from triton.language.target_info import is_hip
 
 from .blocks import target
 from .tile import INTERPRETED
@@ -79,11 +80,23 @@ def signal(counter_ptr, value, FENCE: tl.constexpr):
     """
     if FENCE:
         fence_for_copy_engine()
+    finish_stores()
     tl.debug_barrier()
     tl.atomic_add(counter_ptr, value, sem="release", scope="gpu")
 
 
 # --8<-- [end:signal]
+
+
+@triton.jit
+def finish_stores():
+    """Have this thread's stores reach memory before the barrier that follows, which on AMD does not wait for them: the
+    thread that then releases would release its own alone. NVIDIA's barrier and release cover all threads' stores."""
+    if not INTERPRETED:
+        if is_hip():
+            tl.inline_asm_elementwise(
+                "s_waitcnt vmcnt(0)\nv_mov_b32 $0, 0", "=v", [], dtype=tl.int32, is_pure=False, pack=1
+            )
 
 
 @triton.jit
@@ -103,6 +116,7 @@ def arrive(counter_ptrs, values, mask):
 
     Memory order: that of `signal`, at sys scope, for a rank may be another GPU.
     """
+    finish_stores()
     tl.debug_barrier()
     tl.atomic_add(counter_ptrs, values, mask=mask, sem="release", scope="sys")
 
@@ -144,6 +158,7 @@ def leave(left_ptr):
     Memory order: acquire and release, at gpu scope. What the others did before they left comes before what the last
     one does behind it.
     """
+    finish_stores()
     tl.debug_barrier()
     left = tl.atomic_add(left_ptr, 1, sem="acq_rel", scope="gpu")
     tl.debug_barrier()
