@@ -128,6 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--routing", choices=ROUTINGS, default="balanced", help="how tokens spread over experts (default: balanced)")
     add("--direction", choices=DIRECTIONS, default="forward", help="default: forward")
     add("--save", choices=SAVES, default="pre", help="with inputs, backward makes pre again (default: pre)")
+    add("--ranks", type=int, metavar="W", help="over the local heaps of W ranks, which share tokens and experts")
     add("--dtype", choices=[name for name in DTYPES if name != "fp64"], default="bf16", help="default: bf16")
     add("--seed", type=int, default=0, help="default: 0")
     add("--json", action="store_true", help="print JSON, as mega_moe.trace.Trace.as_json describes it")
@@ -377,7 +378,7 @@ def _trace(arguments: argparse.Namespace) -> int:
     if arguments.perfetto:
         _check_plot(arguments.perfetto, (".json",), "--perfetto")
     problem = _shape(arguments.shape).at(dtype=DTYPES[arguments.dtype], save=arguments.save)
-    problem = problem.at(device=_device(None))
+    problem, heaps = _over_ranks(problem.at(device=_device(None)), arguments.ranks)
     if reason := stage("mega").why_not(problem):
         raise Refused(reason)
 
@@ -387,7 +388,8 @@ def _trace(arguments: argparse.Namespace) -> int:
         raise Refused(reason)
     if problem.device == "cpu" and not arguments.force:
         _refuse_hours(trace.seconds(problem), "Triton's interpreter")
-    layer = ladder.Layer(problem, *random_inputs(problem, arguments.routing, arguments.seed), arguments.routing)
+    inputs, dy = random_inputs(problem, arguments.routing, arguments.seed)
+    layer = ladder.Layer(problem, inputs, dy, arguments.routing, heaps)
     traced = trace.trace(layer, arguments.direction)
 
     if arguments.json:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from .kernels import blocks, clock
-from .kernels.mega import mega_backward, mega_forward
+from .kernels.meet import meet
+from .kernels.mega import mega_backward, mega_forward, parts_of_weight
 from .kernels.schedule import Schedule, backward_work, forward_work, plan_and_schedule, schedule
 from .ladder import ROUNDS, WARM_UP, Layer, cpu_seconds, facts, machine
 from .registry import stage
@@ -283,13 +284,19 @@ def launch(layer: Layer, direction: str) -> tuple[Schedule, Tensor, int]:
     programs = blocks.programs(tiles.gate_up)
     empty = lambda made: clock.empty_trace(len(made.table), programs, inputs.x.device)
 
-    plan, made = plan_and_schedule(inputs.topk_ids, p.E, forward_work(p, tiles))
+    parts = parts_of_weight(p, tiles)
+    memory, work = None, forward_work(p, tiles)
+    if p.heap:
+        memory, plan, made = meet(p, inputs, None, work, parts)
+    else:
+        plan, made = plan_and_schedule(inputs.topk_ids, p.E, work)
     words = empty(made) if direction == "forward" else None
-    _, pre = mega_forward(p, inputs, plan, made, tiles, trace=words)
+    _, pre = mega_forward(p, inputs, plan, made, tiles, memory, trace=words)
     if direction == "backward":
-        made = schedule(plan, backward_work(p, tiles, Need(), recompute=pre is None))
+        work = backward_work(p, tiles, Need(), recompute=pre is None)
+        made = meet(p, inputs, layer.dy, work, parts)[2] if p.heap else schedule(plan, work)
         words = empty(made)
-        mega_backward(p, inputs, plan, pre, layer.dy, Need(), made, tiles, trace=words)
+        mega_backward(p, inputs, plan, pre, layer.dy, Need(), made, tiles, memory, trace=words)
     return made, words, programs
 
 

@@ -359,6 +359,7 @@ def test_version(capsys):
         (("schedule", "--dtype", "fp64"), "invalid choice: 'fp64'"),
         (("schedule", "--plot", "a.png"), "--plot a.png: the format is .svg"),
         (("schedule", "--plot", "no/such/folder/a.svg"), "there is no folder no/such/folder"),
+        (("trace", "--ranks", "5"), "--ranks 5: the ranks share 8 experts evenly, so give a divisor of 8"),
         (("trace", "--shape", "huge"), "--shape huge: give tiny"),
         (("trace", "--direction", "up"), "invalid choice: 'up'"),
         (("trace", "--dtype", "fp64"), "invalid choice: 'fp64'"),

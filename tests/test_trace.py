@@ -23,6 +23,7 @@ from mega_moe.roofline import DIRECTIONS
 from mega_moe.samples import random_inputs
 from mega_moe.schedule import ARRIVALS, KIND, KINDS, RANK
 from mega_moe.shapes import SAVES, Grads, Problem
+from mega_moe.symmetric import LocalHeaps
 from mega_moe.timeline import STEPS
 from mega_moe.trace import Span, Trace, read, trace
 
@@ -80,6 +81,17 @@ def test_a_program_does_one_tile_after_another_between_its_entry_and_its_exit(di
         mine = sorted(words for words in of_ticket[: len(tiles)].tolist() if words[clock.PROGRAM.value] == number)
         times = [cycle_in, *(words[n] for words in mine for n in (clock.TAKEN.value, clock.END.value)), cycle_out]
         assert times == sorted(times) and timer_in <= timer_out
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_over_ranks_the_tiles_of_all_ranks_are_stamped(direction):
+    layer = layer_to_trace()
+    heaps = LocalHeaps(2, 24)
+    problem = layer.problem.at(heap=heaps.key, tokens_per_rank=(16, 24))
+    traced = trace(replace(layer, problem=problem, heaps=heaps), direction)
+    assert {tile[RANK] for tile in traced.table} == {0, 1}
+    assert sum(tile[KIND] == KINDS.index("dispatch") for tile in traced.table) > 1
+    assert all(span.taken <= span.start <= span.end for span in traced.spans) and len(traced.spans) == len(traced.table)
 
 
 @pytest.mark.parametrize("save", SAVES)
