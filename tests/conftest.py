@@ -24,9 +24,9 @@ SLICES = {
     "lessons": 120,
     "the rest": 150,
 }
-"""Seconds of one core that each part of the suite may take on a CPU, so that all of it stays within a quarter of an hour
-on two cores as the ladder grows. Each rung has a slice of its own; so have the tests of single kernels, of which every rung
-adds some."""
+"""Seconds of one core that each part of the suite may take on a CPU, so that all of it stays within a quarter of an
+hour on two cores as the ladder grows. Each rung has a slice of its own; so have the tests of single kernels, of which
+every rung adds some."""
 
 PARTS = {
     "test_compile": "compile",
