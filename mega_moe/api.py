@@ -1,5 +1,7 @@
 """moe(): check what can be checked without reading a value, then call the chosen stage."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
@@ -46,7 +48,8 @@ def moe(
         check_ids: look for ids outside the table on a GPU too, which waits for the device. On a CPU they are always
             looked for; on a GPU without this they count as masked.
         heap: the heaps of several ranks, over which the experts are split: rank r of W owns experts r*L .. r*L+L-1,
-            where L = E / W. x, topk_ids, topk_weights and y then hold the ranks' tokens one rank after another.
+            where L = E / W. x, topk_ids, topk_weights and y then hold the ranks' tokens one rank after another. Keep a
+            reference to it until backward is done.
         tokens_per_rank: with a heap, how many of the T tokens each rank holds; 0 is fine.
 
     Returns:
@@ -160,8 +163,8 @@ def check_ranks(heap: LocalHeaps | None, tokens_per_rank: tuple[int, ...] | None
         raise TypeError(f"heap must be LocalHeaps(ranks, max_tokens), not {type(heap).__name__}")
     if tokens_per_rank is None:
         raise ValueError(f"with a heap tokens_per_rank is needed: {heap.ranks} numbers that add up to T = {T}")
-    if not all(isinstance(tokens, int) for tokens in tokens_per_rank):
-        raise TypeError(f"tokens_per_rank must be whole numbers, not {tuple(tokens_per_rank)}")
+    if not isinstance(tokens_per_rank, Sequence) or not all(isinstance(tokens, int) for tokens in tokens_per_rank):
+        raise TypeError(f"tokens_per_rank must be {heap.ranks} whole numbers, not {tokens_per_rank}")
     if len(tokens_per_rank) != heap.ranks or min(tokens_per_rank) < 0 or sum(tokens_per_rank) != T:
         raise ValueError(
             f"tokens_per_rank must be {heap.ranks} numbers that add up to T = {T}, not {tuple(tokens_per_rank)}"

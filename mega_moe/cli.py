@@ -318,8 +318,9 @@ def _bench(arguments: argparse.Namespace) -> int:
             raise Refused(f"--shape {name}: the shapes are {', '.join(PRESETS)}")
         if device == "cpu" and name != "tiny":
             raise Refused(f"--shape {name} needs a GPU: on a CPU only tiny is run, to try the machinery")
-    reason = bench.why_not()
-    if reason:
+    if arguments.json:
+        _check_plot(arguments.json, (".json",), "--json")
+    if reason := bench.why_not():
         raise Refused(reason)
     return bench.run(shapes, arguments.save, arguments.json)
 

@@ -107,8 +107,9 @@ class Climb:
 
     @property
     def passed(self) -> bool:
-        """Whether every rung that ran is within its budget, in every output."""
-        return all(row.parity.passed for row in self.rows if row.parity)
+        """Whether some rung ran, and every rung that ran is within its budget, in every output."""
+        ran = [row.parity.passed for row in self.rows if row.parity]
+        return bool(ran) and all(ran)
 
     @property
     def where(self) -> str:

@@ -170,7 +170,7 @@ class LocalHeaps:
         """The heaps for this kind of layer. Raises RuntimeError when closed, and where they would have to be made
         while a graph is captured."""
         if self.closed:
-            raise RuntimeError("these heaps are closed: make new ones with LocalHeaps(ranks, max_tokens)")
+            raise RuntimeError("these heaps are closed: make new LocalHeaps(ranks, max_tokens), and begin with forward")
         p = problem
         layout = Layout(self.ranks, self.max_tokens, p.H, p.K, p.E, p.dtype, weights_dtype, parts)
         if (layout, device) not in self._kept:
@@ -226,5 +226,5 @@ MOST_STARTS = 64
 def heaps_of(key: int) -> LocalHeaps:
     """The heaps with this key, which stands for them where only numbers can be passed."""
     if key not in OPEN:
-        raise RuntimeError("the heaps of this call are gone: keep a reference to them as long as you use them")
+        raise RuntimeError("the heaps of this call are gone: keep a reference to them until backward is done")
     return OPEN[key]

@@ -77,7 +77,9 @@ def show(climb: Climb, name: str) -> None:
             console.print(f"[yellow]{row.stage} cannot run:[/] {escape(row.why_not)}")
         elif row.note:
             console.print(f"[dim]{row.stage}: {escape(row.note)}[/]")
-    if climb.passed:
+    if not ran:
+        console.print("\n[bold red]nothing ran[/]")
+    elif climb.passed:
         console.print(f"\n[bold green]parity passed[/]: {len(ran)} of {len(climb.rows)} rungs ran")
     else:
         failed = "; ".join(f"{row.stage}: {', '.join(row.parity.failed)}" for row in ran if row.parity.failed)

@@ -115,6 +115,11 @@ def test_every_rung_that_can_run_here_is_a_row_and_an_interpreted_one_claims_no_
         assert 0 < row["launches"]["forward"] <= 15 and row["failed"] == []
 
 
+def test_where_nothing_can_run_nothing_has_passed(capsys):
+    code, out, _ = run(capsys, "ladder", *SMALL, "--stage", "grouped", "--dtype", "fp64")
+    assert code == 1 and "grouped cannot run" in out and "nothing ran" in out and "passed" not in out
+
+
 @needs_kernels
 def test_over_ranks_run_the_rungs_that_take_heaps(capsys):
     code, result = ladder_json(capsys, "--shape", "11,32,16,4,2", "--ranks", "2")
@@ -348,6 +353,7 @@ def test_version(capsys):
         (("ladder", "--plot", "a.foo"), "--plot a.foo: the formats are .svg, .png, .pdf"),
         (("ladder", "--plot", "a"), "--plot a: the formats are .svg, .png, .pdf"),
         (("bench", "--shape", "huge"), "--shape huge: the shapes are tiny, qwen3-30b-a3b, qwen3-235b-a22b"),
+        (("bench", "--json", "no/such/folder/a.json"), "there is no folder no/such/folder"),
         (("ladder", "--fast"), "unrecognized arguments: --fast"),
         (("climb",), "invalid choice: 'climb'"),
         (("schedule", "--shape", "huge"), "--shape huge: give tiny"),

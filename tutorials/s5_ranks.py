@@ -157,8 +157,8 @@ for shape in LAYERS:
         )
 
 # %% [markdown]
-# (Backward makes pre again here: over ranks `save` is `"inputs"` unless you say otherwise.) On the smaller layer a row
-# takes *longer to travel than to be multiplied*. Both grow with the number of rows and with H, so neither a larger
+# (Backward makes pre again here: over ranks `save` is `"inputs"` unless you say otherwise.) Forward, on the smaller
+# layer, a row takes *longer to travel than to be multiplied*. Both grow with the number of rows and with H, so neither a larger
 # batch nor a wider model changes the ratio. What does is I, the work that waits for a row when it arrives. Forward,
 # with F flops and B bytes a second,
 #
@@ -269,8 +269,8 @@ for name, view in memory.layout.views().items():
 # ### 2. Arrive
 #
 # When all of that is written, the rank sets `rows_arrived` in its own heap to zero, and then adds one to *its* flag in
-# the heap of every rank. Then it waits until all flags in its own heap show this call. Everybody has published now:
-# that is the barrier, and it is the only one.
+# the heap of every rank. It waits for nobody here. What comes next does: it begins when all flags in the rank's own heap
+# show this call. Everybody has published then: that is the barrier, and it is the only one.
 #
 # ### 3. Plan
 #

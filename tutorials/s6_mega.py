@@ -250,9 +250,9 @@ print(simulation(expert_by_expert).outcome())
 Picture(simulation(expert_by_expert).as_svg())
 
 # %% [markdown]
-# Hatched is waiting. Of expert 1, and of expert 2, one program draws gate_up and the other down right after it: so that
-# one waits for as long as gate_up takes. A program that waits with a tile does nothing else, for it cannot put the tile
-# back.
+# Hatched is waiting. Of expert 1 one program draws gate_up and the other down right after it, and waits for as long as
+# gate_up takes; of expert 2 it draws down a little later, and waits for the rest. In the end combine waits for the last
+# down. A program that waits with a tile does nothing else, for it cannot put the tile back.
 #
 # Now let each step lag one group of experts behind the step before. With groups of one expert:
 #
@@ -870,7 +870,7 @@ for shape in ("qwen3-30b-a3b", "qwen3-235b-a22b"):
 # ```sh
 # mega-moe schedule                                                     # the small layer: its table, and how it goes
 # mega-moe schedule --shape qwen3-30b-a3b --direction backward --routing zipf --programs 132
-# mega-moe schedule --shape 64,64,48,8,2 --ranks 2 --plot build/schedule.svg
+# mega-moe schedule --shape 64,64,48,8,2 --ranks 2 --plot schedule.svg
 # ```
 #
 # It takes this machine's block sizes, counts in steps of products, and draws what you have seen above. How it really
@@ -878,7 +878,7 @@ for shape in ("qwen3-30b-a3b", "qwen3-235b-a22b"):
 # was over and when it was done. That wants a GPU; in the interpreter it shows the order of tiles and nothing else.
 #
 # ```sh
-# mega-moe trace --shape qwen3-30b-a3b --direction backward --plot build/trace.svg
+# mega-moe trace --shape qwen3-30b-a3b --direction backward --plot trace.svg
 # ```
 #
 # ## Exercises

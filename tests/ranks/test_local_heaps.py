@@ -262,7 +262,8 @@ def test_a_call_that_was_refused_leaves_the_heap_as_it_was(poison):
         (dict(tokens_per_rank=()), ValueError, r"must be 2 numbers that add up to T = 5, not \(\)"),
         (dict(tokens_per_rank=(2, 2)), ValueError, r"must be 2 numbers that add up to T = 5, not \(2, 2\)"),
         (dict(tokens_per_rank=(6, -1)), ValueError, r"must be 2 numbers that add up to T = 5, not \(6, -1\)"),
-        (dict(tokens_per_rank=(2.0, 3.0)), TypeError, r"must be whole numbers, not \(2.0, 3.0\)"),
+        (dict(tokens_per_rank=(2.0, 3.0)), TypeError, r"must be 2 whole numbers, not \(2.0, 3.0\)"),
+        (dict(tokens_per_rank=5), TypeError, r"must be 2 whole numbers, not 5"),
         (dict(tokens_per_rank=[0, 5]), ValueError, r"\(0, 5\).*max_tokens = 4.*LocalHeaps\(2, 5\)"),
         (dict(heap=(3, 4), tokens_per_rank=(1, 2, 2)), ValueError, r"E = 4 experts .* 3 ranks: .* divides 4"),
     ],
@@ -304,7 +305,7 @@ def test_a_closed_heap_is_an_error_in_forward_and_in_backward():
     y = moe(*leaves, heap=heap, tokens_per_rank=(2, 3))
     heap.close()
     heap.close()
-    with pytest.raises(RuntimeError, match=r"closed: make new ones with LocalHeaps\(ranks, max_tokens\)"):
+    with pytest.raises(RuntimeError, match=r"closed: make new LocalHeaps\(ranks, max_tokens\), and begin with forward"):
         y.backward(dy)
     with pytest.raises(RuntimeError, match="closed"):
         moe(*leaves, heap=heap, tokens_per_rank=(2, 3))
