@@ -1,6 +1,7 @@
 """moe(): check what can be checked without reading a value, then call the chosen stage."""
 
 from collections.abc import Sequence
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -163,7 +164,8 @@ def check_ranks(heap: LocalHeaps | None, tokens_per_rank: tuple[int, ...] | None
         raise TypeError(f"heap must be LocalHeaps(ranks, max_tokens), not {type(heap).__name__}")
     if tokens_per_rank is None:
         raise ValueError(f"with a heap tokens_per_rank is needed: {heap.ranks} numbers that add up to T = {T}")
-    if not isinstance(tokens_per_rank, Sequence) or not all(isinstance(tokens, int) for tokens in tokens_per_rank):
+    whole = (Integral, torch.SymInt)
+    if not isinstance(tokens_per_rank, Sequence) or not all(isinstance(tokens, whole) for tokens in tokens_per_rank):
         raise TypeError(f"tokens_per_rank must be {heap.ranks} whole numbers, not {tokens_per_rank}")
     if len(tokens_per_rank) != heap.ranks or min(tokens_per_rank) < 0 or sum(tokens_per_rank) != T:
         raise ValueError(

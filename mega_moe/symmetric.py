@@ -148,13 +148,15 @@ class LocalHeaps:
 
     ranks: W. max_tokens: the most tokens that a rank may have in a call.
 
-    Raises ValueError unless both are positive whole numbers.
+    Raises ValueError unless both are positive whole numbers, and their product fits into 31 bits.
     """
 
     def __init__(self, ranks: int, max_tokens: int):
         for name, size in dict(ranks=ranks, max_tokens=max_tokens).items():
-            if not isinstance(size, int) or size < 1:
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"{name} must be a positive whole number, not {size}")
+        if ranks * max_tokens > MOST_TOKENS:
+            raise ValueError(f"ranks * max_tokens = {ranks * max_tokens} tokens, more than {MOST_TOKENS}: give fewer")
         self.ranks, self.max_tokens = ranks, max_tokens
         self.key = next(KEYS)
         self.closed = False
@@ -172,6 +174,8 @@ class LocalHeaps:
         if self.closed:
             raise RuntimeError("these heaps are closed: make new LocalHeaps(ranks, max_tokens), and begin with forward")
         p = problem
+        if len(p.tokens_per_rank) != self.ranks or max(p.tokens_per_rank) > self.max_tokens:
+            raise RuntimeError(f"{p.tokens_per_rank} tokens do not fit {self.ranks} ranks of up to {self.max_tokens}")
         layout = Layout(self.ranks, self.max_tokens, p.H, p.K, p.E, p.dtype, weights_dtype, parts)
         if (layout, device) not in self._kept:
             refuse_in_capture(device)
@@ -181,18 +185,19 @@ class LocalHeaps:
     def token_start(self, tokens_per_rank: tuple[int, ...], device: torch.device) -> Tensor:
         """(W+1,) int32 on the device: where each rank's tokens begin. Made once for each distribution, number by
         number, since a copy from the host would wait for the device."""
-        if (tokens_per_rank, device) not in self._starts:
+        made = self._starts.pop((tokens_per_rank, device), None)
+        if made is None:
             refuse_in_capture(device)
             starts = [sum(tokens_per_rank[:rank]) for rank in range(self.ranks + 1)]
             if len(self._starts) == MOST_STARTS:
-                self._starts.pop(next(iter(self._starts)))
+                self._starts.pop(next(iter(self._starts)))  # the one not used for longest
             made = torch.empty(self.ranks + 1, dtype=torch.int32, device=device)
             for at, start in zip(made, starts):
                 at.fill_(start)
-            self._starts[tokens_per_rank, device] = made
+        self._starts[tokens_per_rank, device] = made
         if is_capturing(device):
-            self._captured.append(self._starts[tokens_per_rank, device])
-        return self._starts[tokens_per_rank, device]
+            self._captured.append(made)
+        return made
 
     def close(self) -> None:
         """Give the memory back. What was saved for backward cannot be used after it."""
@@ -218,6 +223,7 @@ def shares(T: int, W: int) -> tuple[int, ...]:
     return tuple(T // W + (rank < T % W) for rank in range(W))
 
 
+MOST_TOKENS = 2**31 - 1  # tokens of all ranks are numbered in int32
 KEYS = count(1)
 OPEN: WeakValueDictionary[int, LocalHeaps] = WeakValueDictionary()
 MOST_STARTS = 64
@@ -225,6 +231,7 @@ MOST_STARTS = 64
 
 def heaps_of(key: int) -> LocalHeaps:
     """The heaps with this key, which stands for them where only numbers can be passed."""
-    if key not in OPEN:
+    heaps = OPEN.get(key)
+    if heaps is None:
         raise RuntimeError("the heaps of this call are gone: keep a reference to them until backward is done")
-    return OPEN[key]
+    return heaps

@@ -278,11 +278,26 @@ def test_ranks_that_do_not_fit_are_an_error_that_says_what_does(options, error, 
 
 
 @pytest.mark.parametrize(
-    "sizes, name", [((0, 4), "ranks"), ((2, 0), "max_tokens"), ((-1, 4), "ranks"), ((2.5, 4), "ranks")]
+    "sizes, name",
+    [((0, 4), "ranks"), ((2, 0), "max_tokens"), ((-1, 4), "ranks"), ((2.5, 4), "ranks"), ((True, 4), "ranks")],
 )
 def test_heaps_of_no_size_are_an_error(sizes, name):
     with pytest.raises(ValueError, match=f"{name} must be a positive whole number"):
         LocalHeaps(*sizes)
+
+
+def test_tokens_that_int32_cannot_number_are_an_error():
+    with pytest.raises(ValueError, match="2147483648 tokens, more than 2147483647"):
+        LocalHeaps(2, 2**30)
+
+
+def test_tokens_of_other_heaps_do_not_reach_a_kernel():
+    """A key is a number, and a program may hold it for longer than the heaps that it stood for."""
+    problem, inputs, _ = layer(T=5, E=4)
+    heap = LocalHeaps(2, 4)
+    for tokens_per_rank in ((1, 1, 1, 2), (5, 0)):
+        with pytest.raises(RuntimeError, match="do not fit 2 ranks of up to 4"):
+            stage(DEFAULT_OVER_RANKS).forward(problem.at(heap=heap.key, tokens_per_rank=tokens_per_rank), inputs)
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
