@@ -165,7 +165,8 @@ def forms(target: str, problem: Problem, rare: bool = False) -> list[Form]:
         inputs = meta_inputs(problem)
         heaps, over_heaps = over_local_heaps(problem)
         for need, rung, save in itertools.product(needs if rare else [Need()], LADDER, SAVES):
-            for which in [problem] * rung.needs_triton + [over_heaps] * rung.over_ranks:
+            over_ranks = rung.over_ranks and (rare or save == "inputs")  # the default there
+            for which in [problem] * rung.needs_triton + [over_heaps] * over_ranks:
                 JITFunction.run = recorder(launched, rare=need != Need())
                 saving = which.at(save=save)
                 y, saved = rung.forward(saving, inputs)
