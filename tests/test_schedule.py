@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-pytest.importorskip("hypothesis")
+pytest.importorskip("hypothesis")  # a bare checkout on a GPU may not have it
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -404,7 +404,7 @@ def test_nothing_to_do_takes_no_time():
 
 def test_a_tile_takes_as_many_steps_as_its_product():
     """Tiles of the interpreter: pieces are 32 rows by 64, strips of gate_up and down two tiles of 32 and 64 columns."""
-    tiles = pytest.importorskip("mega_moe.kernels.blocks").INTERPRETER.mega
+    tiles = pytest.importorskip("mega_moe.kernels.blocks").INTERPRETER.mega  # the rest of this file needs no Triton
     problem = Problem(T=20, H=130, I=70, E=1, K=2)
     work = work_of(dict(dispatch=1, gate_up=2, down=2, dact=2, dx=3), dict(dw_gate_up=1, dw_down=1), BLOCK_R=32)
     tile = lambda kind, column=0, rows=32: [KINDS.index(kind), 0, 0, 0, 0, rows, column, 0]

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-pytest.importorskip("triton")
+pytest.importorskip("triton")  # what is traced are kernels
 from cases import DEVICE, on_cpu, poisoned, reroute, same_bits
 
 from mega_moe import trace as module

@@ -272,7 +272,7 @@ def pull(name: str, weights: bool, problem: Problem, memory: Memory, plan: Plan)
 
 
 def push(rows: Tensor | None, dweights: Tensor | None, problem: Problem, memory: Memory, plan: Plan) -> None:
-    """Store rows (R, H) into their homes' slots, and dweights (R,) fp32 beside them; each may be None."""
+    """Store rows (R, 1, H) into their homes' slots, and dweights (R, 1) beside them, as fp32; each may be None."""
     p, layout, at = problem, memory.layout, memory.layout.offsets()
     tile = blocks_for(p.dtype).elementwise
     if p.R:

@@ -24,7 +24,7 @@ def over_ranks(request) -> Rung:
     """A rung that takes heaps, if it can run here."""
     problem, _, _ = layer()
     if reason := stage(request.param).why_not(problem):
-        pytest.skip(reason)
+        pytest.skip(reason)  # without Triton, as every rung of kernels
     return stage(request.param)
 
 
