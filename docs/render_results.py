@@ -32,11 +32,13 @@ KEPT = (
     "contestant",
     "label",
     "kind",
+    "ranks",
     "interpreted",
     "tflops",
     "share_of_dense",
     "gb_per_s",
     "peak_bytes",
+    "heap_bytes",
     "errors",
     "shares_of_budget",
 )
@@ -54,6 +56,9 @@ TAKEN_APART = "persistent"
 
 RIVALS = ("torch-compiled", "sonic-moe")
 """Whom that rung is held against: what most people have, and the fastest."""
+
+ON_ONE_RANK = "mega"
+"""The rung without heaps that those over ranks are held against."""
 
 GOAL = 0.9
 """The share of the dense products' speed to come to."""
@@ -139,10 +144,12 @@ def tables(record: dict) -> str:
         layer, gemms = [row for row in rows if not row["gemm"]], [row for row in rows if row["gemm"]]
         if layer:
             spread = " ± half of the interquartile range" if any(_spread(row["ms"]) for row in layer) else ""
-            caption = f"The layer: milliseconds, median{spread}; then forward / both directions."
-            parts += [caption, _layer(layer)]
+            parts.append(f"The layer: milliseconds, median{spread}; then forward / both directions.")
+            if on_one_rank := [row for row in layer if not _over_ranks(row)]:
+                parts.append(_layer(on_one_rank))
             if not is_cpu(record):
                 parts += _verdict(layer)
+            parts += _exchanging(layer)
         if gemms:
             parts += ["Its grouped GEMMs, each alone: TFLOP/s (milliseconds).", _gemms(gemms)]
             if not is_cpu(record):
@@ -156,7 +163,7 @@ def summary(record: dict) -> str:
     columns = [(shape, direction) for shape in problems for direction in DIRECTIONS]
     titles = {shape: shape + _save(problem) for shape, problem in problems.items()}
     header = ["", *(f"{titles[shape]}<br>{DIRECTIONS[direction]}" for shape, direction in columns)]
-    layer = [row for row in record["rows"] if not row["gemm"]]
+    layer = [row for row in record["rows"] if not row["gemm"] and not _over_ranks(row)]
     measured = Counter(row["shape"] for row in layer)
     layer.sort(key=lambda row: -measured[row["shape"]])  # in the order of the table that has the most
     lines = [
@@ -203,26 +210,53 @@ def _save(problem: dict) -> str:
     return "" if save == "pre" else f', save="{save}"'
 
 
-def _layer(rows: list[dict]) -> str:
-    header = ["", *DIRECTIONS.values(), "TFLOP/s", "of dense", "peak MiB", "error: y / gradients", "of budget"]
+def _over_ranks(row: dict) -> bool:
+    """Whether it was measured over heaps. The first records do not say, and hold none that was."""
+    return (row.get("ranks") or 1) > 1
+
+
+def _layer(rows: list[dict], beside: list[dict] | None = None) -> str:
+    """A line a contestant. beside: rows on one rank, of the same layer: then also how those over ranks compare."""
     lines = []
     for contestant in _by_contestant(rows):
         forward, backward, step = (_find(contestant, d) for d in DIRECTIONS)
         any_row = contestant[0]
-        lines.append(
-            [
-                _name(contestant),
-                _ms(forward),
-                _ms(backward),
-                _ms(step),
-                _pair(forward, step, "tflops", lambda value: f"{value:.0f}"),
-                _pair(forward, step, "share_of_dense", lambda value: f"{value:.0%}"),
-                _pair(forward, step, "peak_bytes", lambda value: f"{value / 2**20:.0f}"),
-                _errors(any_row["errors"]),
-                _share(any_row["shares_of_budget"]),
-            ]
-        )
-    return _markdown(header, lines)
+        line = {"": _name(contestant)}
+        line |= zip(DIRECTIONS.values(), map(_ms, (forward, backward, step)))
+        line["TFLOP/s"] = _pair(forward, step, "tflops", lambda value: f"{value:.0f}")
+        line["of dense"] = _pair(forward, step, "share_of_dense", lambda value: f"{value:.0%}")
+        if beside is not None:
+            line[f"of {ON_ONE_RANK}"] = _speeds(forward, step, beside)
+        line["peak MiB"] = _pair(forward, step, "peak_bytes", lambda value: f"{value / 2**20:.0f}")
+        if beside is not None:
+            line["heaps MiB"] = f"{any_row['heap_bytes'] / 2**20:.0f}" if any_row.get("heap_bytes") else "–"
+        line["error: y / gradients"] = _errors(any_row["errors"])
+        line["of budget"] = _share(any_row["shares_of_budget"])
+        lines.append(line)
+    return _markdown(list(lines[0]), [list(line.values()) for line in lines])
+
+
+def _exchanging(layer: list[dict]) -> list[str]:
+    """A caption, and the table of what ran over ranks, below the rung that does the same without heaps; empty where
+    nothing ran over ranks."""
+    over_ranks = [row for row in layer if _over_ranks(row)]
+    if not over_ranks:
+        return []
+    beside = [row for row in layer if row["contestant"] == ON_ONE_RANK]
+    caption = (
+        f"Over {over_ranks[0]['ranks']} ranks in one process, which share tokens and experts evenly: "
+        f"*of {ON_ONE_RANK}* is their speed beside {ON_ONE_RANK} without heaps; *peak* holds the heaps."
+    )
+    return [caption, _layer(beside + over_ranks, beside)]
+
+
+def _speeds(forward: dict | None, step: dict | None, beside: list[dict]) -> str:
+    """The times beside over those of these rows, forward / both directions; an interpreter's say nothing."""
+    speeds = []
+    for row in (forward, step):
+        other = _find(beside, row["direction"]) if row and not row["interpreted"] else None
+        speeds.append(f"{other['ms']['median'] / row['ms']['median']:.0%}" if other else "–")
+    return " / ".join(speeds)
 
 
 def _gemms(rows: list[dict]) -> str:

@@ -6,9 +6,10 @@
 from .api import moe
 from .capture import capture_layer
 from .module import MoE
+from .processes import ShmHeaps, SymmetricHeaps
 from .registry import LADDER
 from .shapes import Problem
 from .symmetric import LocalHeaps
 
-__all__ = ["LADDER", "LocalHeaps", "MoE", "Problem", "capture_layer", "moe"]
+__all__ = ["LADDER", "LocalHeaps", "MoE", "Problem", "ShmHeaps", "SymmetricHeaps", "capture_layer", "moe"]
 __version__ = "0.1.0"

@@ -1,9 +1,10 @@
 """mega-moe: what can run here, whether it is right, and how fast it is.
 
-    mega-moe doctor     what this machine is, and which rungs it can run
+    mega-moe doctor     what this machine is, and which rungs it can run; how much memory ranks would take
     mega-moe ladder     one layer on every rung: parity, launches, time, memory
     mega-moe bench      the benchmarks, which also measure what people use today
     mega-moe schedule   the tiles of a layer in one launch: their order, what they wait for, and how that goes
+    mega-moe predict    how long a layer would take over ranks with a GPU each, and what bounds it
     mega-moe trace      the same launch as it really went: when each tile waited and worked, and on which processor
     mega-moe tune       the block sizes of the persistent kernels, measured again
 
@@ -16,6 +17,7 @@ import argparse
 import json
 import os
 import sys
+from dataclasses import asdict
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -71,10 +73,14 @@ def _parser() -> argparse.ArgumentParser:
     version = import_module(__package__).__version__
     parser.add_argument("--version", action="version", version=f"mega-moe {version}")
     parser.set_defaults(run=lambda arguments: _help(parser))
-    commands = parser.add_subparsers(metavar="doctor | ladder | bench | schedule | trace | tune")
+    commands = parser.add_subparsers(metavar="doctor | ladder | bench | schedule | predict | trace | tune")
 
     doctor_command = commands.add_parser("doctor", help="what this machine can run, and why not the rest")
     doctor_command.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU if there is one")
+    add = doctor_command.add_argument
+    models = [name for name in PRESETS if name != "tiny"]
+    add("--ranks", type=int, metavar="W", help="instead: what heaps and pools of W ranks take, a process each")
+    add("--shape", help=f"with --ranks: {' | '.join(models)} | T,H,I,E,K, T of each rank (default: {models[0]})")
     doctor_command.set_defaults(run=_doctor)
 
     ladder_command = commands.add_parser("ladder", help="one layer on every rung: parity, launches, time, memory")
@@ -119,6 +125,25 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="print JSON, as mega_moe.simulate.Simulation.as_json describes it")
     add("--plot", type=Path, metavar="FILE.svg", help="draw what every program does, and when")
     schedule_command.set_defaults(run=_schedule)
+
+    predict_command = commands.add_parser(
+        "predict", help="how long a layer would take over ranks with an H200 each, and what bounds it"
+    )
+    add = predict_command.add_argument
+    models = [name for name in PRESETS if name != "tiny"]
+    add("--shape", default=models[0], help=f"{' | '.join(models)} | T,H,I,E,K, T of each rank (default: {models[0]})")
+    add("--ranks", type=int, metavar="W", help="so many ranks (default: 1, 2, 4, ... 64)")
+    add("--rung", choices=("mega", "ranks"), default="mega", help="default: mega; ranks exchanges in launches apart")
+    add("--save", choices=SAVES, default="inputs", help="with inputs, backward makes pre again (default: inputs)")
+    add("--routing", choices=ROUTINGS, default="random", help="how tokens spread over experts (default: random)")
+    add("--group", type=int, metavar="EXPERTS", help="of a group in the schedule (default: as the kernels have it)")
+    add("--unmixed", action="store_true", help="as if the phases of a turn stood one behind the other")
+    add("--dedup", action="store_true", help="as if dispatch fetched a token once a rank, and not once a route")
+    add("--domain", type=int, metavar="GPUS", help="joined by NVLink; beyond them is the network (default: 8)")
+    add("--seed", type=int, default=0, help="default: 0")
+    add("--measured", type=Path, nargs="+", metavar="FILE.json", help="instead: times of one GPU beside predicted ones")
+    add("--json", action="store_true", help="print JSON: what was asked, the machine, and each prediction")
+    predict_command.set_defaults(run=_predict)
 
     trace_command = commands.add_parser(
         "trace", help="what every tile of one launch did, and when, drawn and summed up"
@@ -167,7 +192,17 @@ def _device(asked: str | None) -> str:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    print(doctor.examination(_device(arguments.device)))
+    device = _device(arguments.device)
+    if arguments.ranks is None:
+        if arguments.shape:
+            raise Refused("--shape is for --ranks W: of a layer over ranks doctor says what it takes")
+        print(doctor.examination(device))
+        return 0
+    _require("triton", unless=False)
+    shape = arguments.shape or "qwen3-30b-a3b"
+    problem = _shape(shape).at(device=device)
+    _check_ranks(arguments.ranks, problem.E)
+    print(doctor.sizes_over_ranks(problem, arguments.ranks, shape))
     return 0
 
 
@@ -371,6 +406,46 @@ def _simulation(problem: Problem, W: int, arguments: argparse.Namespace) -> simu
     facts = {letter: getattr(p, letter) for letter in "THIEK"} | {"W": W, "dtype": arguments.dtype}
     facts |= {"routing": arguments.routing, "seed": arguments.seed, "save": p.save}
     return simulate.Simulation(facts, arguments.direction, work, table, programs, spans)
+
+
+def _predict(arguments: argparse.Namespace) -> int:
+    _device("cpu")  # nothing here runs on a GPU
+    from . import predict  # which needs Triton
+
+    if arguments.measured:
+        try:
+            those = [one for path in arguments.measured for one in predict.measured(path)]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise Refused(f"--measured: {error}") from error
+        print("\n".join(predict.beside(those)))
+        return 0
+    problem, shape = _shape(arguments.shape).at(save=arguments.save, device="cpu"), arguments.shape
+    if problem.T < 1:
+        raise Refused(f"--shape {shape}: T must be at least 1")
+    for name in ("group", "domain"):
+        if (number := getattr(arguments, name)) is not None and number < 1:
+            raise Refused(f"--{name} {number}: at least 1")
+    if arguments.ranks is not None:
+        _check_ranks(arguments.ranks, problem.E)
+    machine = predict.H200.at(domain=arguments.domain) if arguments.domain else predict.H200
+    names = ("rung", "routing", "seed", "group", "dedup")
+    facts = {name: getattr(arguments, name) for name in names} | {"mixed": not arguments.unmixed}
+    predictions = {
+        W: [predict.over_links(problem, W, direction, machine=machine, **facts) for direction in DIRECTIONS]
+        for W in ([arguments.ranks] if arguments.ranks else predict.numbers_of_ranks(problem.E))
+    }
+    if arguments.json:
+        asked = {letter: getattr(problem, letter) for letter in "THIEK"} | {"save": problem.save} | facts
+        each = [{"W": W} | one.as_json() for W, several in predictions.items() for one in several]
+        print(json.dumps({"problem": asked, "machine": asdict(machine), "predictions": each}))
+        return 0
+    sizes = "  ".join(f"{letter}={getattr(problem, letter)}" for letter in "THIEK")
+    print(
+        f"{shape}  {sizes}  T of each rank  routing: {arguments.routing}  save: {problem.save}  rung: {arguments.rung}"
+    )
+    print(f"{machine.name}\n")
+    print("\n".join(predict.in_lines(predictions, shape)))
+    return 0
 
 
 def _trace(arguments: argparse.Namespace) -> int:

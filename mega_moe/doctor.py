@@ -2,10 +2,14 @@
 
 import textwrap
 from importlib.util import find_spec
+from math import ceil
+
+import torch
 
 from .ladder import DTYPES, machine
 from .registry import LADDER, Rung
-from .shapes import PRESETS
+from .shapes import PRESETS, Problem
+from .symmetric import Layout
 
 EXTRAS = {
     "rich": "tables of `mega-moe ladder`",
@@ -64,3 +68,51 @@ def _sentences(rung: Rung, device: str) -> list[str]:
         sentences = [f"runs in {', '.join(runs)}", *([note] if note else [])]
     reasons = dict.fromkeys(reason for reason in why_not.values() if reason)
     return [*sentences, *(reason.removeprefix(f'stage "{rung.name}" ') for reason in reasons)]
+
+
+def sizes_over_ranks(problem: Problem, W: int, name: str) -> str:
+    """What a layer takes over W ranks, a process each: `problem.T` tokens of each, bf16. As a report.
+
+    A heap has views of fixed sizes (see symmetric.Layout). Pools hold the rows that a rank receives, and are made for
+    as many as it may receive; they live for one call. On a CPU the tiles are those of an H200.
+    """
+    from .kernels import blocks  # which needs Triton
+    from .kernels.mega import parts_of_weight
+
+    p = problem.at(ranks=W, tokens_per_rank=(problem.T,))
+    tiles = blocks.mega_for(p) if p.device == "cuda" else blocks.blocks_of_target("sm_90", p.dtype).mega
+    layout = Layout(W, max(p.T, 1), p.H, p.K, p.E, p.dtype, torch.float32, parts_of_weight(p, tiles))
+    rooms = {"all there can be, W*T*K": W * p.T * p.K, "random routing, 1.25*T*K": ceil(1.25 * p.T * p.K)}
+    lines = [
+        f"{name} over {W} ranks, {p.T:,} tokens and {p.E_here} experts a rank, {p.dtype}".replace("torch.", ""),
+        "",
+        f"heap of a rank            {in_units(layout.bytes):>10}    2 x, 2 dy (T, H), slots (T, K, H), and plans",
+        "",
+    ]
+    for what, rows in rooms.items():
+        pools = bytes_of_pools(p.at(max_rows=rows), tiles.BLOCK_R)
+        lines.append(f"max_rows = {rows:<11,}    {what}")
+        lines += [f"  {direction:22}  {in_units(size):>10}    {of}" for direction, (size, of) in pools.items()]
+    weights = 3 * p.E_here * p.I * p.H * p.dtype.itemsize
+    lines += [
+        "",
+        f"beside the weights        {in_units(weights):>10}    3 I H of each expert, and as much of gradients",
+    ]
+    return "\n".join(lines)
+
+
+def bytes_of_pools(problem: Problem, BLOCK_R: int) -> dict[str, tuple[int, str]]:
+    """What rung mega takes for rows while a direction runs, in bytes, and of what it is made. Pools end in whole blocks
+    of BLOCK_R rows for each expert."""
+    p = problem
+    rows = (p.R // BLOCK_R + p.E_here) * BLOCK_R
+    return {
+        "forward": (rows * (p.H + p.I) * p.dtype.itemsize, "H + I of each row"),
+        'kept, with save="pre"': (p.R * 2 * p.I * p.dtype.itemsize, "2I of each row"),
+        "backward": (rows * (2 * p.H + 5 * p.I) * p.dtype.itemsize, "2H + 5I of each row"),
+    }
+
+
+def in_units(size: float) -> str:
+    """Bytes to be read."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

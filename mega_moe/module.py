@@ -2,25 +2,44 @@
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
-from .api import autocast_dtype, check_options, moe
-from .registry import DEFAULT, stage
+from .api import autocast_dtype, check_options, default_stage, moe, peers_are_told
+from .registry import stage
 from .routing import route
+from .symmetric import Heaps
 
 
 class Experts(nn.Module):
     """The experts' weights, as Hugging Face fuses them: gate_up_proj (E, 2I, H), gate first, and down_proj (E, H, I).
 
     Checkpoints on disk name each expert's matrices apart (`0.gate_proj.weight (I, H)`, `0.up_proj.weight`,
-    `0.down_proj.weight (H, I)`, `1. ...`); loading a state dict accepts both.
+    `0.down_proj.weight (H, I)`, `1. ...`); loading a state dict accepts both. Of a rank that owns
+    num_experts of `total`, `first` and up, it accepts those of all ranks as well, and takes its own.
     """
 
-    def __init__(self, hidden_size: int, intermediate_size: int, num_experts: int, device=None, dtype=None):
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        device=None,
+        dtype=None,
+        first: int = 0,
+        total: int | None = None,
+    ):
         super().__init__()
         empty = lambda *shape: nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.gate_up_proj = empty(num_experts, 2 * intermediate_size, hidden_size)
         self.down_proj = empty(num_experts, hidden_size, intermediate_size)
+        self.first, self.total = first, total or num_experts
         self.register_load_state_dict_pre_hook(fuse_experts)
+        self.register_load_state_dict_pre_hook(take_own_experts)
+
+    def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, **options) -> Tensor:
+        """`moe` of these experts, with its options: x (T, H) -> y (T, H)."""
+        return moe(x, topk_ids, topk_weights, self.gate_up_proj.unflatten(1, (2, -1)), self.down_proj, **options)
 
     def extra_repr(self) -> str:
         E, H, I = self.down_proj.shape
@@ -29,7 +48,7 @@ class Experts(nn.Module):
     def per_expert(self, prefix: str = "") -> dict[str, Tensor]:
         """The weights under the names that checkpoints on disk use, as copies."""
         named = {}
-        for e, (gate_up, down) in enumerate(zip(self.gate_up_proj.detach(), self.down_proj.detach(), strict=True)):
+        for e, (gate_up, down) in enumerate(zip(self.gate_up_proj.detach(), self.down_proj.detach()), self.first):
             gate, up = gate_up.chunk(2)
             for name, w in dict(gate_proj=gate, up_proj=up, down_proj=down).items():
                 named[f"{prefix}{e}.{name}.weight"] = w.clone()
@@ -41,15 +60,24 @@ def fuse_experts(module: Experts, state_dict: dict[str, Tensor], prefix: str, *_
 
     A checkpoint that names some experts and not others is left as it is, and load_state_dict reports what is missing.
     """
-    names = [
-        [f"{prefix}{e}.{name}.weight" for name in ("gate_proj", "up_proj", "down_proj")]
-        for e in range(len(module.down_proj))
-    ]
-    if not all(name in state_dict for expert in names for name in expert):
+    of_expert = lambda e: [f"{prefix}{e}.{name}.weight" for name in ("gate_proj", "up_proj", "down_proj")]
+    own = range(module.first, module.first + len(module.down_proj))
+    complete = lambda numbers: all(name in state_dict for e in numbers for name in of_expert(e))
+    found = next((numbers for numbers in (range(module.total), own) if complete(numbers)), None)
+    if found is None:
         return
-    experts = [[state_dict.pop(name) for name in expert] for expert in names]
+    experts = [[state_dict.pop(name) for name in of_expert(e)] for e in found]
     state_dict[f"{prefix}gate_up_proj"] = torch.stack([torch.cat([gate, up]) for gate, up, _ in experts])
     state_dict[f"{prefix}down_proj"] = torch.stack([down for _, _, down in experts])
+
+
+def take_own_experts(module: Experts, state_dict: dict[str, Tensor], prefix: str, *_) -> None:
+    """Before loading: of the experts of all ranks, keep this rank's."""
+    own = len(module.down_proj)
+    for name in ("gate_up_proj", "down_proj"):
+        w = state_dict.get(f"{prefix}{name}")
+        if w is not None and not isinstance(w, DTensor) and own < len(w) == module.total:
+            state_dict[f"{prefix}{name}"] = w[module.first : module.first + own]
 
 
 class MoE(nn.Module):
@@ -68,14 +96,19 @@ class MoE(nn.Module):
         stage: which rung computes it, a name from `mega_moe.LADDER`; may be changed at any time.
         save: what forward keeps for backward, see `moe`.
         swiglu_limit: clamp before SwiGLU, see `moe`.
+        group: the ranks that share the experts, see `moe`. num_experts counts those of all W ranks, and this one holds
+            E / W of them; the router is the same on all ranks, and each must be told to keep it so. A state dict with
+            all experts loads too: each rank takes its own.
+        heap: the memory in which the ranks of a group meet, see `moe`; may be changed at any time.
         device: of the parameters, as for any torch module.
         dtype: of the parameters; x must have it too, unless autocast casts both.
 
-    Parameters: gate.weight (E, H), experts.gate_up_proj (E, 2I, H), experts.down_proj (E, H, I).
+    Parameters: gate.weight (E, H), experts.gate_up_proj (E, 2I, H), experts.down_proj (E, H, I); the experts' with E/W
+    instead of E over a group.
 
     Raises:
         ValueError: a size below 1, a top_k that E experts do not allow, a stage, save or swiglu_limit that `moe` would
-            refuse; when called, an x whose last dimension is not hidden_size.
+            refuse, a group whose ranks do not divide E; when called, an x whose last dimension is not hidden_size.
         TypeError: when called, an x of another dtype than the parameters', without autocast.
     """
 
@@ -87,9 +120,11 @@ class MoE(nn.Module):
         top_k: int,
         *,
         norm_topk_prob: bool = False,
-        stage: str = DEFAULT,
+        stage: str | None = None,
         save: str | None = None,
         swiglu_limit: float | None = None,
+        group: ProcessGroup | None = None,
+        heap: Heaps | str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -101,10 +136,16 @@ class MoE(nn.Module):
         if not 1 <= top_k <= num_experts:
             raise ValueError(f"top_k = {top_k}: a router over {num_experts} experts chooses 1 .. {num_experts} of them")
         check_options(swiglu_limit, save)
+        W, rank = (1, 0) if group is None else (group.size(), group.rank())
+        if num_experts % W:
+            raise ValueError(f"num_experts = {num_experts} cannot be split evenly over the {W} ranks of the group")
         self.gate = nn.Linear(hidden_size, num_experts, bias=False, device=device, dtype=dtype)
-        self.experts = Experts(hidden_size, intermediate_size, num_experts, device, dtype)
+        here = num_experts // W
+        self.experts = Experts(hidden_size, intermediate_size, here, device, dtype, rank * here, num_experts)
         self.top_k = top_k
         self.norm_topk_prob = norm_topk_prob
+        self.group = group
+        self.heap = heap
         self.stage = stage
         self.save = save
         self.swiglu_limit = swiglu_limit
@@ -116,8 +157,8 @@ class MoE(nn.Module):
         return self._stage
 
     @stage.setter
-    def stage(self, name: str) -> None:
-        self._stage = stage(name).name
+    def stage(self, name: str | None) -> None:
+        self._stage = stage(name or default_stage(self.group is not None, self.heap)).name
 
     def reset_parameters(self) -> None:
         """Draw every matrix from a normal distribution of variance 1 / fan-in."""
@@ -132,17 +173,17 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., H) -> y of the same shape."""
-        topk_ids, topk_weights, _ = self.route(x)
-        w_gate_up = self.experts.gate_up_proj.unflatten(1, (2, -1))
-        y = moe(
+        with peers_are_told(self.group, self.heap):
+            topk_ids, topk_weights, _ = self.route(x)
+        y = self.experts(
             x.reshape(-1, x.shape[-1]),
             topk_ids,
             topk_weights,
-            w_gate_up,
-            self.experts.down_proj,
             stage=self.stage,
             save=self.save,
             swiglu_limit=self.swiglu_limit,
+            group=self.group,
+            heap=self.heap,
         )
         return y.view(x.shape)
 
@@ -151,9 +192,9 @@ class MoE(nn.Module):
         _, H, _ = self.experts.down_proj.shape
         if x.dim() == 0 or x.shape[-1] != H:
             raise ValueError(f"x must be (..., hidden_size) = (..., {H}), not of shape {tuple(x.shape)}")
-        dtype = self.experts.down_proj.dtype
-        if x.dtype != dtype and not autocast_dtype(x):
-            raise TypeError(f"x is {x.dtype} and the layer {dtype}: cast one to the other, or use torch.autocast")
+        w = self.experts.down_proj
+        if x.dtype != w.dtype and not autocast_dtype(x) and not isinstance(w, DTensor):  # FSDP may gather another dtype
+            raise TypeError(f"x is {x.dtype} and the layer {w.dtype}: cast one to the other, or use torch.autocast")
 
     def extra_repr(self) -> str:
         shown = [f"top_k={self.top_k}", f"norm_topk_prob={self.norm_topk_prob}", f"stage={self.stage!r}"]

@@ -17,13 +17,15 @@ from .shapes import Grads, Inputs, Need, Problem, Saved
 @dataclass(frozen=True)
 class Rung:
     """One implementation of the layer. `name` is what `stage=` takes; `idea` says what it adds to the rung below;
-    `over_ranks`, whether it can exchange rows through heaps."""
+    `over_ranks`, whether it can exchange rows through heaps; `resident`, whether its programs are as many as there are
+    processors, and not as there are tiles, so that it can leave some to others."""
 
     name: str
     module: str
     idea: str
     needs_triton: bool = True
     over_ranks: bool = False
+    resident: bool = False
 
     def why_not(self, problem: Problem) -> str | None:
         """One sentence, with the fix, if this rung cannot run the problem here; None if it can."""
@@ -32,6 +34,9 @@ class Rung:
         if problem.heap and not self.over_ranks:
             able = " or ".join(f'"{rung.name}"' for rung in LADDER if rung.over_ranks)
             return f'stage "{self.name}" runs on one rank: over heaps use stage={able}.'
+        if problem.num_reserved_sms and not self.resident:
+            able = " or ".join(f'"{rung.name}"' for rung in LADDER if rung.resident)
+            return f'stage "{self.name}" starts a program for each tile and reserves no processors: use stage={able}.'
         if self.needs_triton and (reason := triton_is_missing(self.name, problem.device)):
             return reason
         return self.recipe().why_not(problem)
@@ -58,14 +63,26 @@ LADDER = (
     Rung("grouped", "s1_grouped", "one launch multiplies the rows of all experts"),
     Rung("swiglu", "s2_swiglu", "SwiGLU in the epilogue of the GEMM that makes its operand"),
     Rung("gather", "s3_gather", "rows are gathered in the GEMM's loads and stored by slot: no permuted copies"),
-    Rung("persistent", "s4_persistent", "resident programs draw tiles by ticket; contiguous tiles come by TMA"),
+    Rung(
+        "persistent",
+        "s4_persistent",
+        "resident programs draw tiles by ticket; contiguous tiles come by TMA",
+        resident=True,
+    ),
     Rung(
         "ranks",
         "s5_ranks",
         "experts over ranks: rows are pulled from peers, and pushed to their owners",
         over_ranks=True,
+        resident=True,
     ),
-    Rung("mega", "s6_mega", "all steps of a direction in one launch, tile by tile from one schedule", over_ranks=True),
+    Rung(
+        "mega",
+        "s6_mega",
+        "all steps of a direction in one launch, tile by tile from one schedule",
+        over_ranks=True,
+        resident=True,
+    ),
 )
 """The rungs, each one idea further than the one before."""
 

@@ -19,6 +19,14 @@ before it. Between a tile and what it waits for stand the tiles of another group
     turn 1   gate_up of group 1   down of group 0
     turn 2                        down of group 1
 
+Over ranks rows travel, and a program that moves some multiplies nothing meanwhile. If all dispatch tiles of a turn
+stood together, all programs would draw them together and wait for the links; then all would multiply, and the links
+would rest. So there the phases of a turn are *mixed* evenly: at any time a few programs move rows while the others
+multiply. Waits still point backwards, for what a tile waits for is of an earlier turn. And groups are small there,
+since nothing can be multiplied before rows of the first have arrived. (docs/scaling.md has what that is worth.)
+
+    turn 1   dispatch of group 1 and gate_up of group 0:   g d g g d g
+
 What stands last, the *tail*, is chosen for its end. A weight gradient sums over all rows of its expert, so its tiles
 take as long as the expert is popular: the longest come first, for whoever begins a long one last keeps all others
 waiting. Combine tiles wait for rows from every rank, and weight gradients wait for no other rank: so combine tiles are
@@ -40,6 +48,7 @@ with BLOCK_R = BLOCK_T = 2. Groups are of two experts: experts 0 and 1, of which
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import ceil
 
 import torch
@@ -108,6 +117,7 @@ class Work:
         BLOCK_T: tokens of a combine tile.
         group: experts of a group, on each rank.
         ahead: weight-gradient tiles that stand before the first combine tile.
+        mixed: whether the phases of a turn are mixed evenly, and not one behind the other.
     """
 
     BLOCK_R: int
@@ -118,12 +128,14 @@ class Work:
     BLOCK_T: int
     group: int
     ahead: int
+    mixed: bool = False
 
 
 def with_dispatch(work: Work, strips: int = 1) -> Work:
-    """The same work where rows have to be fetched from their tokens' ranks first: a phase before all others."""
+    """The same work where rows have to be fetched from their tokens' ranks first: a phase before all others, mixed with
+    them."""
     phases = (Phase(KINDS.index("dispatch"), strips), *work.phases)
-    return replace(work, phases=phases, waits_for=work.waits_for + 1)
+    return replace(work, phases=phases, waits_for=work.waits_for + 1, mixed=True)
 
 
 def schedule(
@@ -153,25 +165,43 @@ def schedule(
 
 def _over_rows(starts: list[int], W: int, work: Work) -> list[list[int]]:
     """The tiles of all phases, in lagged groups: phase p of group g belongs to turn g + p."""
-    L = (len(starts) - 1) // W
-    groups, first_blocks = ceil(L / work.group), first_block_of_expert(starts, work.BLOCK_R)
+    P, groups = len(work.phases), ceil((len(starts) - 1) // W / work.group)
     tiles = []
-    for turn in range(groups + len(work.phases) - 1):
-        for p, phase in enumerate(work.phases):
-            group = turn - p
-            if not 0 <= group < groups:
-                continue
-            for rank in range(W):
-                for local in range(group * work.group, min((group + 1) * work.group, L)):
-                    e = rank * L + local
-                    blocks = first_blocks[e + 1] - first_blocks[e]
-                    arrivals = blocks * work.phases[p - 1].strips if p > 0 else 0
-                    for b in range(blocks):
-                        row = starts[e] + b * work.BLOCK_R
-                        rows = min(starts[e + 1] - row, work.BLOCK_R)
-                        for column in range(phase.strips):
-                            tiles.append([phase.kind, rank, e, first_blocks[e] + b, row, rows, column, arrivals])
+    for turn in range(groups + P - 1):
+        several = [_of_group(starts, W, work, p, turn - p) for p in range(P) if 0 <= turn - p < groups]
+        tiles += mix(several) if work.mixed else chain(*several)
     return tiles
+
+
+def _of_group(starts: list[int], W: int, work: Work, p: int, group: int) -> list[list[int]]:
+    """The tiles of one phase of one group, rank by rank."""
+    L, phase, first_blocks = (len(starts) - 1) // W, work.phases[p], first_block_of_expert(starts, work.BLOCK_R)
+    tiles = []
+    for rank in range(W):
+        for local in range(group * work.group, min((group + 1) * work.group, L)):
+            e = rank * L + local
+            blocks = first_blocks[e + 1] - first_blocks[e]
+            arrivals = blocks * work.phases[p - 1].strips if p > 0 else 0
+            for b in range(blocks):
+                row = starts[e] + b * work.BLOCK_R
+                rows = min(starts[e + 1] - row, work.BLOCK_R)
+                for column in range(phase.strips):
+                    tiles.append([phase.kind, rank, e, first_blocks[e] + b, row, rows, column, arrivals])
+    return tiles
+
+
+def mix(phases: Sequence[list]) -> list:
+    """The tiles of a turn's phases mixed evenly: tile i of n of a phase stands (i + 1/2) / n of the way through the
+    turn; of those at the same place the lower phase comes first.
+
+    So each phase goes its way steadily: where it has done a share of its tiles, each other phase has done as large a
+    share, to within half a tile of each.
+
+    Example: two tiles of dispatch and four of gate_up.
+        [d0, d1], [g0, g1, g2, g3] -> g0 d0 g1 g2 d1 g3
+    """
+    places = [((i + 0.5) / len(tiles), p, tile) for p, tiles in enumerate(phases) for i, tile in enumerate(tiles)]
+    return [tile for *_, tile in sorted(places, key=lambda place: place[:2])]
 
 
 def _weight_gradients(starts: list[int], W: int, work: Work) -> list[list[int]]:

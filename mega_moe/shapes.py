@@ -29,8 +29,12 @@ class Problem:
         device: a device type, "cpu" or "cuda".
         swiglu_limit: clamps gate from above and up from both sides before SwiGLU; None: no clamp.
         save: "pre": forward keeps the plan and pre for backward; "inputs": the plan alone; backward makes pre again.
+        num_reserved_sms: processors that resident programs leave to others.
         heap: over ranks, the key of their heaps (see symmetric.py); 0 without.
-        tokens_per_rank: over ranks, how many of the T tokens each rank holds, one rank after another; () without.
+        tokens_per_rank: over ranks, how many of the T tokens each rank of this process holds, one rank after another;
+            () without.
+        ranks: how many there are, where each has a process of its own; 0: all of them are in this one.
+        max_rows: the most rows that the experts of this process may receive; 0: T*K, for nobody else sends any.
     """
 
     T: int
@@ -42,13 +46,37 @@ class Problem:
     device: str = "cuda"
     swiglu_limit: float | None = None
     save: str = "pre"
+    num_reserved_sms: int = 0
     heap: int = 0
     tokens_per_rank: tuple[int, ...] = ()
+    ranks: int = 0
+    max_rows: int = 0
 
     @property
     def R(self) -> int:
-        """Rows that may be routed: T*K. Masked routes leave the last of them unused, at no cost."""
-        return self.T * self.K
+        """Rows that the experts here may receive: T*K, or max_rows. Those that stay unused cost nothing."""
+        return self.max_rows or self.T * self.K
+
+    @property
+    def W(self) -> int:
+        """Ranks, 1 without."""
+        return self.ranks or max(len(self.tokens_per_rank), 1)
+
+    @property
+    def E_here(self) -> int:
+        """Experts whose weights are in this process: all, or with a process for each rank E / W."""
+        return self.E // self.ranks if self.ranks else self.E
+
+    @property
+    def by_all_to_all(self) -> bool:
+        """Whether a collective carries rows between processes, and not heaps, which have room for max_rows."""
+        return self.ranks > 0 and not self.max_rows
+
+    def plan_shapes(self) -> list[tuple[int, ...]]:
+        """Of the four arrays of the plan that forward keeps: that of the rows which experts here receive; where rows
+        are not received into heaps, that of the routes of the tokens here."""
+        planned = self.E_here if self.max_rows else self.E
+        return [(planned + 1,), (self.R,), (self.R,), (self.T, self.K)]
 
     def at(self, **changes) -> "Problem":
         """The same problem with some facts changed."""
@@ -71,8 +99,8 @@ class Inputs:
         x: (T, H).
         topk_ids: (T, K), int32 or int64; -1 masks a route.
         topk_weights: (T, K).
-        w_gate_up: (E, 2, I, H); 0 is gate, 1 is up.
-        w_down: (E, H, I).
+        w_gate_up: (E, 2, I, H); 0 is gate, 1 is up. With a process for each rank E / W experts, of this rank.
+        w_down: (E, H, I), likewise.
     """
 
     x: Tensor
@@ -81,18 +109,12 @@ class Inputs:
     w_gate_up: Tensor
     w_down: Tensor
 
-    def problem(
-        self,
-        swiglu_limit: float | None = None,
-        save: str = "pre",
-        heap: int = 0,
-        tokens_per_rank: tuple[int, ...] = (),
-    ) -> Problem:
-        """The facts of these tensors, and those that no tensor shows."""
+    def problem(self, *, ranks: int = 0, **facts) -> Problem:
+        """The facts of these tensors, and those that no tensor shows, by their names."""
         T, H = self.x.shape
-        E, _, I, _ = self.w_gate_up.shape
+        E_here, _, I, _ = self.w_gate_up.shape
         K, dtype, device = self.topk_ids.shape[1], self.x.dtype, self.x.device.type
-        return Problem(T, H, I, E, K, dtype, device, swiglu_limit, save, heap, tokens_per_rank)
+        return Problem(T, H, I, E_here * max(ranks, 1), K, dtype, device, ranks=ranks, **facts)
 
 
 class Plan(NamedTuple):

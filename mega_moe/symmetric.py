@@ -9,12 +9,19 @@ What is published lies twice, by the parity of the call's number: a peer may sti
 at the next barrier. Slots lie once: a peer writes them behind the barrier alone, and their owner enters it when it has
 read those of the call before.
 
-`LocalHeaps` holds the heaps of all ranks in one process, on one device.
+A kernel cannot raise, and the host does not wait for it. So each heap has an *error page*: a program that waits for a
+peer too long writes down what it waits for, in the pages of all ranks; whoever waits sees it, ends, and computes NaN.
+The host looks at a copy of its page in its own memory before each call and after it, and raises.
+
+`LocalHeaps` holds the heaps of all ranks in one process, on one device; processes.py those of one rank a process.
 """
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
-from math import prod
+from math import ceil, prod
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -64,6 +71,7 @@ class Layout:
         call: (1,), how many times this rank has met the others.
         flags: (W,), how often each rank has arrived here.
         rows_arrived: (1,), rows that have arrived in the slots in this call.
+        page: (64,) int64, the error page; see PAGE.
         row_start, token_of_row, slot_of_row: (2, ...), the plan of the rank's own tokens over the experts of all ranks.
         x, dy: (2, max_tokens, H).   topk_weights: (2, max_tokens, K).
         slots: (max_tokens, K, H).   dweights: (max_tokens, K, parts) fp32, of the gradient of each route's weight.
@@ -73,6 +81,7 @@ class Layout:
             call=((1,), i32),
             flags=((self.W,), i32),
             rows_arrived=((1,), i32),
+            page=((PAGE_WORDS,), torch.int64),
             row_start=((2, self.E + 1), i32),
             token_of_row=((2, T * self.K), i32),
             slot_of_row=((2, T * self.K), i32),
@@ -105,21 +114,83 @@ class Memory:
 
     Attributes:
         layout: what stands where in each of them.
-        heaps: (W, bytes) uint8.
-        addresses: (W,) int64, where each heap begins, on the device.
-        token_start: (W+1,) int32, where each rank's tokens begin among those of this process, on the device.
+        heaps: (ranks here, bytes) uint8, those of the ranks of this process.
+        addresses: (W,) int64, where each rank's heap begins, on the device.
+        own: (ranks here,) int64, the same of the ranks of this process.
+        token_start: (ranks here + 1,) int32, where each rank's tokens begin among those of this process, on the device.
+        first: the first rank of this process.
     """
 
     layout: Layout
     heaps: Tensor
     addresses: Tensor
+    own: Tensor
     token_start: Tensor
+    first: int = 0
 
     def view(self, rank: int, name: str) -> Tensor:
-        """A rank's tensor of this name."""
-        view = self.layout.views()[name]
-        size = prod(view.shape) * view.dtype.itemsize
-        return self.heaps[rank, view.offset : view.offset + size].view(view.dtype).view(view.shape)
+        """A tensor of this name of one of the ranks here."""
+        return view_of(self.heaps[rank - self.first], self.layout, name)
+
+
+def view_of(heap: Tensor, layout: Layout, name: str) -> Tensor:
+    """The tensor of this name in a heap (bytes,) uint8."""
+    view = layout.views()[name]
+    size = prod(view.shape) * view.dtype.itemsize
+    return heap[view.offset : view.offset + size].view(view.dtype).view(view.shape)
+
+
+# The error page.
+
+PAGE_WORDS = 64
+STATE, RANK, CALL, SHOWN, EXPECTED, WAITED_FOR, CLAIMED, LIMIT, MIRROR = range(9)
+MESSAGE = 16
+"""Words of an error page. STATE: what happened, one of the next three, 0 for nothing. RANK: whose page this is, and in
+a record who failed. CALL: its call. WAITED_FOR: the rank that did not arrive, or -1: rows. EXPECTED, SHOWN: how many
+arrivals, or rows. CLAIMED: who writes the record, the first to count here. LIMIT: how long to wait, in nanoseconds, in
+the interpreter in looks; 0: for ever. MIRROR: the address of a copy in the host's memory, 0 without. MESSAGE: of
+STATE SAID, up to its first zero, UTF-8."""
+
+TIMED_OUT, TOO_MANY_ROWS, SAID = 1, 2, 3
+LOOKS_A_SECOND = 400  # of the interpreter, roughly
+WORDS_OF_RECORD = 7
+
+
+def what_happened(page: Tensor) -> str | None:
+    """What an error page (64,) int64 on the host says; None if nothing happened."""
+    state, rank, call, shown, expected, waited_for, *_ = page.tolist()
+    match state:
+        case 0:
+            return None
+        case 1 if waited_for >= 0:
+            return (
+                f"rank {rank} waited in vain for rank {waited_for} at call {call} ({shown} of {expected} arrivals): it "
+                "died, raised, or makes other calls. All ranks must make the same calls in the same order"
+            )
+        case 1:
+            return (
+                f"rank {rank} waited in vain for rows of its tokens in call {call}: {shown} of {expected} came. A rank "
+                "that owns their experts died or raised"
+            )
+        case 2:
+            return (
+                f"rank {rank} would receive {expected} rows in call {call}, and its heap was made for max_rows = "
+                f"{shown}: make heaps with a larger max_rows"
+            )
+    return bytes(page[MESSAGE:].view(torch.uint8).tolist()).partition(b"\0")[0].decode(errors="replace")
+
+
+def open_pages(heaps: Tensor, layout: Layout, first: int, timeout_s: float) -> Tensor:
+    """Prepare the zeroed pages of the ranks of a process, `first` and up. heaps: (ranks here, bytes). Returns a page on
+    the host that shows what happens, (64,) int64: on a GPU a mirror that kernels write, on a CPU the page itself."""
+    pages = [view_of(heap, layout, "page") for heap in heaps]
+    on_gpu = heaps.device.type == "cuda"
+    mirror = torch.zeros(PAGE_WORDS, dtype=torch.int64, pin_memory=True) if on_gpu else pages[0]
+    for rank, page in enumerate(pages, first):
+        page[RANK].fill_(rank)
+        page[LIMIT].fill_(ceil(timeout_s * (1e9 if on_gpu else LOOKS_A_SECOND)))
+        page[MIRROR].fill_(mirror.data_ptr() if on_gpu else 0)
+    return mirror
 
 
 def fresh_heaps(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -131,14 +202,97 @@ def fresh_heaps(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def heap_of_one_rank(problem: Problem, weights_dtype: torch.dtype, parts: int, device: torch.device) -> Memory:
-    """A heap for one call of one rank that has no peers."""
+    """A heap for one call of one rank that has no peers. Who waits in it waits for ever."""
     p = problem
     layout = Layout(1, max(p.T, 1), p.H, p.K, p.E, p.dtype, weights_dtype, parts)
+    heaps, addresses = fresh_heaps(layout, device)
     token_start = torch.arange(2, dtype=torch.int32, device=device) * p.T
-    return Memory(layout, *fresh_heaps(layout, device), token_start)
+    return Memory(layout, heaps, addresses, addresses, token_start)
 
 
-class LocalHeaps:
+class Heaps:
+    """What heaps have in common, whoever holds them.
+
+    Attributes:
+        ranks: W.
+        first: the first rank of this process.
+        here: how many ranks this process holds: all, or one.
+        max_tokens: the most tokens that a rank may have in a call.
+        timeout_s: how long a rank waits for its peers before it gives up, in seconds; 0: for ever.
+        key: stands for these heaps where only numbers can be passed.
+        closed: whether `close` was called.
+    """
+
+    def __init__(self, ranks: int, first: int, here: int, max_tokens: int, timeout_s: float):
+        for name, size in dict(ranks=ranks, max_tokens=max_tokens).items():
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"{name} must be a positive whole number, not {size}")
+        if ranks * max_tokens > MOST_TOKENS:
+            raise ValueError(f"ranks * max_tokens = {ranks * max_tokens} tokens, more than {MOST_TOKENS}: give fewer")
+        if not timeout_s >= 0:
+            raise ValueError(f"timeout_s must be 0 (for ever) or more, not {timeout_s}")
+        self.ranks, self.first, self.here, self.max_tokens, self.timeout_s = ranks, first, here, max_tokens, timeout_s
+        self.key = next(KEYS)
+        self.closed = False
+        self.pages: list[Tensor] = []  # on the host, one for each kind of layer
+        self._starts: dict[tuple, Tensor] = {}
+        self._captured: list[Tensor] = []  # starts that graphs hold the addresses of
+        OPEN[self.key] = self
+
+    def __reduce__(self):
+        raise TypeError("heaps hold addresses and cannot be copied: make new ones")
+
+    def facts(self, K: int) -> dict[str, int]:
+        """What a `Problem` over these heaps must say of them, with K routes a token."""
+        return dict(ranks=0, max_rows=0)
+
+    def token_start(self, tokens_per_rank: tuple[int, ...], device: torch.device) -> Tensor:
+        """(ranks here + 1,) int32 on the device: where each rank's tokens begin. Made once for each distribution,
+        number by number, since a copy from the host would wait for the device."""
+        made = self._starts.pop((tokens_per_rank, device), None)
+        if made is None:
+            refuse_in_capture(device)
+            starts = [sum(tokens_per_rank[:rank]) for rank in range(self.here + 1)]
+            if len(self._starts) == MOST_STARTS:
+                self._starts.pop(next(iter(self._starts)))  # the one not used for longest
+            made = kept(lambda: numbers(starts, device), device)
+        self._starts[tokens_per_rank, device] = made
+        if is_capturing(device):
+            self._captured.append(made)
+        return made
+
+    def raise_if_failed(self) -> None:
+        """Raise RuntimeError if something is known to have happened. Does not wait for the device."""
+        for page in self.pages:
+            if happened := what_happened(page):
+                raise RuntimeError(f"{happened}. These heaps are dead: close them, and make new ones on all ranks")
+
+    def refuse(self, message: str) -> None:
+        """Tell all other ranks why this one does not take part in a call. Ranks of one process need not be told."""
+
+    def check(self) -> None:
+        """Wait for the device, and raise RuntimeError if a call over these heaps has failed."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.raise_if_failed()
+
+    def raise_if_unusable(self, problem: Problem) -> None:
+        """Raise RuntimeError where these heaps are closed, or too small."""
+        if self.closed:
+            raise RuntimeError("these heaps are closed: make new ones, and begin with forward")
+        tokens = problem.tokens_per_rank
+        if len(tokens) != self.here or max(tokens) > self.max_tokens:
+            raise RuntimeError(f"{tokens} tokens do not fit {self.here} ranks of up to {self.max_tokens}")
+
+    def close(self) -> None:
+        """Give the memory back. What was saved for backward cannot be used after it."""
+        self.closed = True
+        self.pages.clear()
+        self._starts.clear()
+        self._captured.clear()
+
+
+class LocalHeaps(Heaps):
     """The heaps of W ranks in one process and on one device: all ranks work in the same launches.
 
     With heap = LocalHeaps(ranks=4, max_tokens=64), `moe(..., heap=heap, tokens_per_rank=(17, 0, 40, 7))` takes the
@@ -146,70 +300,72 @@ class LocalHeaps:
     L = E / W. Keep a reference to it until backward is done, and use it from one stream. Memory is taken at the first
     call for each kind of layer (sizes and dtypes), and kept until `close()`, which ends captured graphs as well.
 
-    ranks: W. max_tokens: the most tokens that a rank may have in a call.
+    ranks: W. max_tokens: the most tokens that a rank may have in a call. timeout_s: how long a rank waits for another
+    before it gives up, in seconds; 0: for ever.
 
     Raises ValueError unless both are positive whole numbers, and their product fits into 31 bits.
     """
 
-    def __init__(self, ranks: int, max_tokens: int):
-        for name, size in dict(ranks=ranks, max_tokens=max_tokens).items():
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"{name} must be a positive whole number, not {size}")
-        if ranks * max_tokens > MOST_TOKENS:
-            raise ValueError(f"ranks * max_tokens = {ranks * max_tokens} tokens, more than {MOST_TOKENS}: give fewer")
-        self.ranks, self.max_tokens = ranks, max_tokens
-        self.key = next(KEYS)
-        self.closed = False
+    def __init__(self, ranks: int, max_tokens: int, timeout_s: float = 60):
+        super().__init__(ranks, 0, ranks, max_tokens, timeout_s)
         self._kept: dict[tuple, tuple[Tensor, Tensor]] = {}
-        self._starts: dict[tuple, Tensor] = {}
-        self._captured: list[Tensor] = []  # starts that graphs hold the addresses of
-        OPEN[self.key] = self
-
-    def __reduce__(self):
-        raise TypeError("heaps hold addresses and cannot be copied: make new ones with LocalHeaps(ranks, max_tokens)")
 
     def memory(self, problem: Problem, weights_dtype: torch.dtype, parts: int, device: torch.device) -> Memory:
         """The heaps for this kind of layer. Raises RuntimeError when closed, and where they would have to be made
         while a graph is captured."""
-        if self.closed:
-            raise RuntimeError("these heaps are closed: make new LocalHeaps(ranks, max_tokens), and begin with forward")
+        self.raise_if_unusable(problem)
         p = problem
-        if len(p.tokens_per_rank) != self.ranks or max(p.tokens_per_rank) > self.max_tokens:
-            raise RuntimeError(f"{p.tokens_per_rank} tokens do not fit {self.ranks} ranks of up to {self.max_tokens}")
         layout = Layout(self.ranks, self.max_tokens, p.H, p.K, p.E, p.dtype, weights_dtype, parts)
         if (layout, device) not in self._kept:
             refuse_in_capture(device)
-            self._kept[layout, device] = fresh_heaps(layout, device)
-        return Memory(layout, *self._kept[layout, device], self.token_start(p.tokens_per_rank, device))
+            heaps, addresses, page = kept(lambda: self.fresh(layout, device), device)
+            self.pages.append(page)
+            self._kept[layout, device] = heaps, addresses
+        heaps, addresses = self._kept[layout, device]
+        return Memory(layout, heaps, addresses, addresses, self.token_start(p.tokens_per_rank, device))
 
-    def token_start(self, tokens_per_rank: tuple[int, ...], device: torch.device) -> Tensor:
-        """(W+1,) int32 on the device: where each rank's tokens begin. Made once for each distribution, number by
-        number, since a copy from the host would wait for the device."""
-        made = self._starts.pop((tokens_per_rank, device), None)
-        if made is None:
-            refuse_in_capture(device)
-            starts = [sum(tokens_per_rank[:rank]) for rank in range(self.ranks + 1)]
-            if len(self._starts) == MOST_STARTS:
-                self._starts.pop(next(iter(self._starts)))  # the one not used for longest
-            made = torch.empty(self.ranks + 1, dtype=torch.int32, device=device)
-            for at, start in zip(made, starts):
-                at.fill_(start)
-        self._starts[tokens_per_rank, device] = made
-        if is_capturing(device):
-            self._captured.append(made)
-        return made
+    def fresh(self, layout: Layout, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Heaps, where they begin, and their page on the host."""
+        heaps, addresses = fresh_heaps(layout, device)
+        return heaps, addresses, open_pages(heaps, layout, 0, self.timeout_s)
 
     def close(self) -> None:
-        """Give the memory back. What was saved for backward cannot be used after it."""
-        self.closed = True
+        super().close()
         self._kept.clear()
-        self._starts.clear()
-        self._captured.clear()
+
+
+def numbers(values: list[int], device: torch.device) -> Tensor:
+    """(n,) int32, filled number by number."""
+    made = torch.empty(len(values), dtype=torch.int32, device=device)
+    for at, value in zip(made, values):
+        at.fill_(value)
+    return made
 
 
 def is_capturing(device: torch.device) -> bool:
     """Whether a CUDA graph is being captured on the current stream."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def kept(make: Callable[[], Any], device: torch.device) -> Any:
+    """What `make` makes on this device, to be kept from call to call.
+
+    On a GPU a thread makes it, on the default stream: who captures calls into graphs (torch.compile's
+    mode="reduce-overhead") has them allocate from memory of its own even before it captures, and asks for all of it
+    back; but it asks this of its own thread's stream alone.
+    """
+    if device.type != "cuda":
+        return make()
+    with torch.cuda.device(device), ThreadPoolExecutor(1) as thread:
+        made = thread.submit(on_default_stream, make, device).result()
+        torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+    return made
+
+
+def on_default_stream(make: Callable[[], Any], device: torch.device) -> Any:
+    """What `make` makes, whose launches go to the device's default stream."""
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.default_stream(device)):
+        return make()
 
 
 def refuse_in_capture(device: torch.device) -> None:
@@ -225,11 +381,11 @@ def shares(T: int, W: int) -> tuple[int, ...]:
 
 MOST_TOKENS = 2**31 - 1  # tokens of all ranks are numbered in int32
 KEYS = count(1)
-OPEN: WeakValueDictionary[int, LocalHeaps] = WeakValueDictionary()
+OPEN: WeakValueDictionary[int, Heaps] = WeakValueDictionary()
 MOST_STARTS = 64
 
 
-def heaps_of(key: int) -> LocalHeaps:
+def heaps_of(key: int) -> Heaps:
     """The heaps with this key, which stands for them where only numbers can be passed."""
     heaps = OPEN.get(key)
     if heaps is None:

@@ -2,6 +2,7 @@
 
 import os
 from collections import defaultdict
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -14,6 +15,11 @@ from cases import DEVICE, poisoned
 
 from mega_moe.registry import LADDER, Rung, stage
 from mega_moe.shapes import PRESETS
+
+if DEVICE == "cpu" and find_spec("triton"):
+    import interpreter
+
+    interpreter.install()
 
 SLICES = {
     "a rung": 120,

@@ -432,6 +432,27 @@ def test_doctor_says_once_what_is_true_of_several(capsys):
     assert f"{', '.join(rung.name for rung in LADDER if rung.needs_triton)}:\n" in out
 
 
+@needs_kernels
+def test_doctor_says_what_ranks_take(capsys):
+    """By hand: elements of two bytes, blocks of 128 rows."""
+    code, out, _ = run(capsys, "doctor", "--ranks", "2", "--shape", "1024,1024,512,4,2", "--device", "cpu")
+    assert code == 0 and "over 2 ranks, 1,024 tokens and 2 experts a rank, bfloat16" in out
+    heap = 2**20 * 2 * (2 + 2 + 2) / 2**20  # x and dy twice, two slots a token; plans and flags beside them
+    (said,) = [float(line.split()[4]) for line in out.splitlines() if line.startswith("heap of a rank")]
+    assert heap < said < 1.01 * heap
+    numbers = {line[:20].strip(): line for line in out.splitlines()}
+    assert "max_rows = 4,096" in out and "max_rows = 2,560" in out
+    rows = 2560 + 2 * 128  # two experts may leave a block unfilled
+    assert f"{rows * (1024 + 512) * 2 / 2**20:.1f} MiB" in numbers["forward"]
+    assert f"{rows * (2 * 1024 + 5 * 512) * 2 / 2**20:.1f} MiB" in numbers["backward"]
+
+
+@pytest.mark.parametrize("arguments", [("--shape", "tiny"), ("--ranks", "3", "--shape", "tiny"), ("--ranks", "0")])
+def test_doctor_refuses_ranks_that_cannot_be(arguments, capsys):
+    code, _, err = run(capsys, "doctor", *arguments, "--device", "cpu")
+    assert code == 2 and ("--ranks W" in err if arguments[0] == "--shape" else "--ranks" in err)
+
+
 def test_doctor_without_triton(capsys, monkeypatch):
     for module in ("registry", "doctor"):
         monkeypatch.setattr(f"mega_moe.{module}.find_spec", lambda package: None)

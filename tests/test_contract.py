@@ -279,7 +279,7 @@ def test_more_rows_than_32_bits_count_are_an_error():
     T, H, I, E, K = 2**28, 16, 16, 16, 8
     weights = on_meta(T, K), on_meta(E, 2, I, H), on_meta(E, H, I)
     with pytest.raises(ValueError, match=r"T \* K = 2147483648 rows.*split the tokens"):
-        check(on_meta(T, H), on_meta(T, K, dtype=torch.int64), *weights, None, None)
+        check(on_meta(T, H), on_meta(T, K, dtype=torch.int64), *weights, None, None, 0)
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])
@@ -396,3 +396,23 @@ def test_a_plan_and_pre_made_by_one_rung_serve_every_other(rung, poison):
     assert_parity(problem, inputs, dy, (y_reference, rung.backward(problem, inputs, saved_reference, dy)))
     for name in saved.plan._fields:
         assert torch.equal(getattr(saved.plan, name), getattr(saved_reference.plan, name)), name
+
+
+# Processors left to others.
+
+
+def test_reserved_processors_change_no_bit(rung):
+    """Rungs whose programs are resident start fewer; the others say that they cannot."""
+    _, inputs, dy = layer()
+    if rung.resident:
+        assert_same(train(rung, inputs, dy, num_reserved_sms=2), train(rung, inputs, dy))
+        return
+    with pytest.raises(RuntimeError, match=r'"persistent" or "ranks" or "mega"'):
+        train(rung, inputs, dy, num_reserved_sms=2)
+
+
+@pytest.mark.parametrize("number", [-1, 0.5, None])
+def test_a_number_of_processors_that_is_none(number):
+    _, inputs, _ = layer()
+    with pytest.raises(ValueError, match="num_reserved_sms must be a whole number"):
+        moe(**vars(inputs), stage="reference", num_reserved_sms=number)

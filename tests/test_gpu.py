@@ -10,16 +10,21 @@ from threading import Thread
 
 import pytest
 import torch
-from cases import DIFFERENTIABLE, assert_same, bits, layer, on_gpu, run, tensors, train
+import torch.nn.functional as F
+from cases import DEVICE, DIFFERENTIABLE, assert_same, bits, layer, on_gpu, run, same_bits, tensors, train
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from mega_moe import moe
+from mega_moe import LADDER, LocalHeaps, moe
 from mega_moe.parity import OUTPUTS
-from mega_moe.shapes import SAVES, Grads
+from mega_moe.registry import DEFAULT_OVER_RANKS, Rung, stage
+from mega_moe.samples import ROUTINGS, random_inputs
+from mega_moe.shapes import SAVES, Grads, Problem
 
 pytestmark = on_gpu
 
 SIZES = dict(T=96, H=64, I=48, E=8, K=2)
+LARGER = dict(H=512, I=256, E=16, K=4)  # one layer for all that takes many tiles, so that it is compiled once
 
 
 # The host never waits.
@@ -95,16 +100,153 @@ def test_two_captured_layers_share_a_pool(fused):
 def test_a_thousand_runs_give_the_same_bits(fused):
     """Who draws which ticket, and which program comes first, differs from run to run, the more so while another stream
     keeps some of the processors busy."""
-    problem, inputs, dy = layer(T=512, H=512, I=256, E=16, K=4)
-    expected = [bits(t) for t in tensors(run(fused, problem, inputs, dy))]
+    problem, inputs, dy = layer(T=512, **LARGER)
+    expected = run(fused, problem, inputs, dy)
     other, noise = torch.cuda.Stream(), torch.randn(1024, 1024, device=dy.device)
-    differing = torch.zeros(len(expected), dtype=torch.int64, device=dy.device)
+    differing = 0
     for _ in range(1000):
         with torch.cuda.stream(other):
             noise @ noise
-        got = [bits(t) for t in tensors(run(fused, problem, inputs, dy))]
-        differing += torch.stack([(a != b).any() for a, b in zip(got, expected, strict=True)])
+        differing = differing + which_differ(run(fused, problem, inputs, dy), expected)
     assert not differing.any(), dict(zip(OUTPUTS, differing.tolist(), strict=True))
+
+
+def which_differ(got: tuple[Tensor, Grads], expected: tuple[Tensor, Grads]) -> Tensor:
+    """(5,) bool, on the device, of OUTPUTS: nobody waits to compare."""
+    pairs = zip(tensors(got), tensors(expected), strict=True)
+    return torch.stack([(bits(one) != bits(other)).any() for one, other in pairs])
+
+
+# Over heaps.
+
+OVER_RANKS = [rung.name for rung in LADDER if rung.over_ranks]
+CALLS, TOKENS = 1000, 512
+
+
+@pytest.fixture(params=OVER_RANKS)
+def over_ranks(request) -> Rung:
+    """A rung that takes heaps."""
+    return stage(request.param)
+
+
+def spreads(W: int) -> list[tuple[int, ...]]:
+    """How many of up to TOKENS tokens each of W ranks holds, in eight ways: all that its heap takes, only one rank,
+    only every second, nobody, and four times at random."""
+    most = TOKENS // W
+    even, alone, halves, none = [most] * W, [0] * (W - 1) + [most], [most, 0] * (W // 2), [0] * W
+    anyhow = torch.randint(most + 1, (4, W), generator=torch.Generator().manual_seed(W)).tolist()
+    return [tuple(spread) for spread in (even, alone, halves, none, *anyhow)]
+
+
+def over_heaps(W: int, **options) -> tuple[Problem, dict]:
+    """A layer of W ranks that hold unequally many tokens, the first of them none, and the options with which moe
+    computes it over heaps."""
+    spread = 0, *spreads(W)[-1][1:]
+    problem = Problem(sum(spread), **LARGER, device=DEVICE)
+    return problem, dict(save="pre", heap=LocalHeaps(W, TOKENS // W), tokens_per_rank=spread) | options
+
+
+@pytest.mark.parametrize("W", [2, 4, 8])
+def test_a_thousand_calls_over_heaps_give_the_same_bits_by_one_launch_and_by_many(W):
+    """From call to call change the tokens, how many of them each rank holds, where they go, the weights, and what is
+    saved. Both rungs use the same heaps; now and then comes a forward more, so that it meets in either buffer."""
+    ranks, mega = map(stage, OVER_RANKS)
+    heap, ways, differing = LocalHeaps(W, TOKENS // W), spreads(W), 0
+    for n in range(CALLS):
+        spread, save, routing = ways[n % 8], SAVES[n // 8 % 2], ROUTINGS[n // 16 % 4]
+        problem = Problem(sum(spread), **LARGER, device=DEVICE, save=save, heap=heap.key, tokens_per_rank=spread)
+        inputs, dy = random_inputs(problem, routing, seed=n)
+        if n % 3 == 0:
+            inputs.topk_ids.flatten()[::5] = -1
+        if n % 7 == 0:
+            mega.forward(problem, inputs)
+        differing = differing + which_differ(run(mega, problem, inputs, dy), run(ranks, problem, inputs, dy))
+    assert not differing.any(), dict(zip(OUTPUTS, differing.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_a_layer_captured_over_heaps_replays_with_other_routings(save, over_ranks):
+    """Between replays the same heaps serve other calls, one of them an odd number of times: no call's number is the
+    graph's."""
+    problem, options = over_heaps(8, save=save)
+    T, K, E = problem.T, problem.K, problem.E
+    captured = Captured(over_ranks, *layer(T=T, **LARGER)[1:], **options)
+    hot = torch.zeros(T, K, dtype=torch.int64)
+    masked = torch.full((T, K), -1)
+    masked[-1, -1] = E - 1
+    for seed, ids in enumerate([None, hot, masked, None, None]):
+        _, inputs, dy = layer(T=T, **LARGER, seed=seed)
+        if ids is not None:
+            inputs = replace(inputs, topk_ids=ids.to(inputs.x.device))
+        expected = train(over_ranks, inputs, dy)  # without heaps
+        assert_same(captured.replay(inputs, dy), expected)
+        if seed % 2:
+            y, _ = train(over_ranks, inputs, needs=(), **options)
+            assert same_bits(y, expected[0])
+
+
+def test_a_long_product_on_another_stream_neither_stops_ranks_nor_changes_them(over_ranks):
+    """It holds any number of the processors while ranks meet and rows travel: nobody waits for a program that has not
+    been started yet."""
+    problem, options = over_heaps(8)
+    problem = problem.at(heap=options["heap"].key, tokens_per_rank=options["tokens_per_rank"])
+    inputs, dy = random_inputs(problem)
+    expected, differing = run(over_ranks, problem, inputs, dy), 0
+    other, noise = torch.cuda.Stream(), torch.randn(8192, 8192, dtype=torch.bfloat16, device=dy.device)
+    other.wait_stream(torch.cuda.current_stream())
+    for _ in range(200):
+        with torch.cuda.stream(other):  # milliseconds of products, for calls that take less
+            for _ in range(3):
+                noise @ noise
+        differing = differing + which_differ(run(over_ranks, problem, inputs, dy), expected)
+    assert not differing.any(), dict(zip(OUTPUTS, differing.tolist(), strict=True))
+
+
+def test_twenty_layers_share_heaps(over_ranks):
+    """Forward through all of them before backward through all: heaps hold nothing that backward needs. As residual
+    blocks, so that what comes out of the last is still of the size of what went in."""
+    problem, options = over_heaps(8)
+    layers = [random_inputs(problem, ROUTINGS[n % 4], seed=n)[0] for n in range(20)]
+    _, dy = random_inputs(problem)
+
+    def trained(**options) -> list[Tensor]:
+        x = layers[0].x.clone().requires_grad_()
+        y, leaves = x, [x]
+        for inputs in layers:
+            weights = [getattr(inputs, name).clone().requires_grad_() for name in DIFFERENTIABLE[1:]]
+            y = y + moe(F.rms_norm(y, y.shape[1:]), inputs.topk_ids, *weights, **options)
+            leaves += weights
+        return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+    expected = trained(stage=DEFAULT_OVER_RANKS, save="pre")  # without heaps
+    got = trained(stage=over_ranks.name, **options)
+    assert all(t.isfinite().all() and t.any() for t in expected)
+    assert [n for n, (one, other) in enumerate(zip(got, expected, strict=True)) if not same_bits(one, other)] == []
+
+
+@pytest.mark.parametrize("W", [None, 8], ids=["one rank", "heaps"])
+def test_compiled_with_reduced_overhead_equals_eager(W, over_ranks, monkeypatch):
+    """torch.compile's own graphs: the first call warms up in the graphs' memory, the second captures, and the others
+    replay. What is kept from call to call, heaps too, must not lie in that memory."""
+    replayed, replay = [], torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (replayed.append(graph), replay(graph))[1])
+    torch._dynamo.reset()
+    problem, options = over_heaps(W) if W else (Problem(TOKENS, **LARGER, device=DEVICE), {})
+    plain = lambda *tensors: moe(*tensors, stage=over_ranks.name, **options)
+    compiled = torch.compile(plain, fullgraph=True, mode="reduce-overhead")
+
+    def both_directions(function, inputs, dy) -> tuple[Tensor, Grads]:
+        leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in vars(inputs).values()]
+        y = function(*leaves)
+        y.backward(dy)
+        return y.detach(), Grads(*(leaf.grad for leaf in leaves if leaf.is_floating_point()))
+
+    for seed in range(4):
+        _, inputs, dy = layer(T=problem.T, **LARGER, seed=seed)
+        torch.compiler.cudagraph_mark_step_begin()
+        got = both_directions(compiled, inputs, dy)
+        assert_same(got, both_directions(plain, inputs, dy))
+    assert len(replayed) >= 4  # both directions of the last two calls, at least: torch can do without graphs
 
 
 # Streams, devices, threads.

@@ -103,7 +103,8 @@ assert not any(name.startswith("mega_moe") for name in sys.modules)
 def test_the_public_face():
     import mega_moe
 
-    assert set(mega_moe.__all__) == {"LADDER", "LocalHeaps", "MoE", "Problem", "capture_layer", "moe"}
+    heaps = {"LocalHeaps", "ShmHeaps", "SymmetricHeaps"}
+    assert set(mega_moe.__all__) == heaps | {"LADDER", "MoE", "Problem", "capture_layer", "moe"}
     assert all(hasattr(mega_moe, name) for name in mega_moe.__all__)
 
 

@@ -7,10 +7,12 @@ import pytest
 import torch
 from cases import DEVICE
 
+from mega_moe import LocalHeaps
 from mega_moe.launches import launches
-from mega_moe.registry import LADDER
+from mega_moe.registry import LADDER, stage
 from mega_moe.samples import random_inputs
-from mega_moe.shapes import PRESETS
+from mega_moe.shapes import PRESETS, SAVES
+from mega_moe.symmetric import shares
 
 CPU = PRESETS["tiny"].at(device="cpu", T=8)
 HERE = CPU.at(device=DEVICE)
@@ -93,6 +95,27 @@ def test_the_loop_over_experts_launches_more_with_more_experts():
         inputs, _ = random_inputs(problem)
         counts.append(len(launches(lambda problem=problem, inputs=inputs: LADDER[0].forward(problem, inputs), "cpu")))
     assert counts[1] - counts[0] >= 24  # two products an expert
+
+
+@pytest.mark.parametrize("save", SAVES if DEVICE == "cuda" else ("inputs",))
+@pytest.mark.parametrize("W", [None, 1, 2, 8] if DEVICE == "cuda" else [None, 2], ids=lambda W: f"W={W}")
+def test_mega_is_two_launches_each_way_however_many_ranks_meet(W, save):
+    """One that makes the plan and the schedule, over heaps behind what ranks publish; and one for all else. W=None:
+    without heaps."""
+    mega, problem = stage("mega"), HERE.at(save=save)
+    if reason := mega.why_not(problem):
+        pytest.skip(reason)
+    inputs, dy = random_inputs(problem)
+    if W:
+        heap = LocalHeaps(W, problem.T)
+        problem = problem.at(heap=heap.key, tokens_per_rank=shares(problem.T, W))
+    _, saved = mega.forward(problem, inputs)
+    mega.backward(problem, inputs, saved, dy)
+    forward = launches(lambda: mega.forward(problem, inputs), DEVICE)
+    backward = launches(lambda: mega.backward(problem, inputs, saved, dy), DEVICE)
+
+    assert len(forward) == 2 and "mega_forward_kernel" in forward[1], forward
+    assert len(backward) == 2 and "mega_backward_kernel" in backward[1], backward
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -43,14 +43,17 @@ def test_every_contestant_is_checked_timed_and_rendered(tmp_path):
 
     rows = {(b["group"], b["extra_info"]["contestant"]): b for b in report["benchmarks"]}
     contestants = {contestant for _, contestant in rows}
-    interpreted = {rung.name for rung in LADDER if rung.needs_triton}
-    assert {rung.name for rung in LADDER} | {"torch", "torch-compiled", "transformers", "cublas"} <= contestants
+    over_ranks = {f"{rung.name}-over-2" for rung in LADDER if rung.over_ranks}
+    interpreted = {rung.name for rung in LADDER if rung.needs_triton} | over_ranks
+    everybody = {rung.name for rung in LADDER} | over_ranks | {"torch", "torch-compiled", "transformers", "cublas"}
+    assert everybody <= contestants
 
     for (_, contestant), benchmark in rows.items():
         info, stats = benchmark["extra_info"], benchmark["stats"]
         assert stats["median"] > 0 and stats["rounds"] == len(stats["data"])
         assert info["machine"]["torch"] == torch.__version__ and info["machine"]["date"] and info["method"]
         assert info["interpreted"] == (contestant in interpreted)
+        assert info.get("ranks", 1) == (2 if contestant in over_ranks else 1)
         assert info["tflops"] is None, "a CPU's rate is no rate"
         if contestant != "cublas":
             assert info["errors"] and all(error < 0.01 for error in info["errors"].values())
@@ -178,6 +181,34 @@ def test_a_report_becomes_tables():
     assert ["**mega_moe, grouped**", "543 (1.52)"] in lines
     assert "**NVIDIA H200**, 2026-12-01; torch 2.11.0, triton 3.6.0, transformers 5.17.0, python 3.12.3. How." in text
     assert "T = 16384, H = 2048, I = 768, E = 128, K = 8, bf16" in text
+
+
+def test_what_ran_over_ranks_stands_apart_beside_one_rank():
+    """2.5 ms and 7.5 on one rank, 3.125 and 10 over eight: 80 % and 75 % of the speed. The README shows one rank."""
+    report = benchmarks()
+    for row in report["benchmarks"]:
+        info = row["extra_info"]
+        if info["contestant"] == "grouped":
+            info |= dict(contestant="mega", label="mega_moe, mega", ranks=1, heap_bytes=0)
+        if info["contestant"] == "torch":
+            seconds = {"forward": 0.003125, "backward": 0.006875, "forward+backward": 0.01}[info["direction"]]
+            row["stats"] |= dict(median=seconds, q1=seconds, q3=seconds)
+            info |= dict(contestant="mega-over-8", label="mega_moe, mega over 8 ranks", kind="rung", ranks=8)
+            info |= dict(heap_bytes=2**30)
+    record = render_results.record(report)
+    one_rank, ranks = render_results.tables(record).split("Over 8 ranks in one process")
+
+    assert [line[0] for line in cells(one_rank)[2:]] == ["**mega_moe, mega**", "dense GEMMs of the same flops"]
+    header, _, one, eight, *gemms = cells(ranks)
+    assert header[5:9] == ["of dense", "of mega", "peak MiB", "heaps MiB"] and len(gemms) == 3
+    assert one[0] == "**mega_moe, mega**" and one[6:9] == ["100% / 100%", "2048 / 2048", "–"]
+    assert eight[0] == "**mega_moe, mega over 8 ranks**" and eight[6:9] == ["80% / 75%", "2048 / 2048", "1024"]
+    assert eight[1:4] == ["3.12 ± 0.00", "6.88 ± 0.00", "10.00 ± 0.00"]
+    assert "over 8 ranks" not in render_results.summary(record)
+    assert "in one process" not in render_results.tables(render_results.record(benchmarks()))
+
+    alone = without(record, "mega")
+    assert cells(render_results.tables(alone).split("in one process")[1])[2][6] == "– / –"
 
 
 PRODUCTS = ("gate_up", "down", "dact", "dw_down", "drows", "dw_gate_up")

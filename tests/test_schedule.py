@@ -2,7 +2,9 @@
 
 import random
 from collections import Counter
-from itertools import pairwise, product
+from dataclasses import replace
+from fractions import Fraction
+from itertools import groupby, pairwise, product
 from math import ceil
 from xml.etree import ElementTree
 
@@ -23,12 +25,14 @@ from mega_moe.schedule import (
     KIND,
     KINDS,
     RANK,
+    ROW,
     STEP_OF_KIND,
     Phase,
     Work,
     counter_of,
     first_block_of_expert,
     home_of_row,
+    mix,
     most_tiles,
     number_of_counters,
     schedule,
@@ -55,9 +59,11 @@ def work_of(over_rows: dict[str, int], weight_grads: dict[str, int] | None = Non
 
 WORKS = {
     "forward": work_of(dict(gate_up=2, down=1)),
-    "forward with dispatch": work_of(dict(dispatch=1, gate_up=3, down=2), BLOCK_R=3, BLOCK_T=1, group=1),
+    "forward with dispatch": work_of(dict(dispatch=1, gate_up=3, down=2), BLOCK_R=3, BLOCK_T=1, group=1, mixed=True),
     "backward": work_of(dict(dact=2, dx=3), dict(dw_gate_up=2, dw_down=1)),
-    "backward with all": work_of(dict(dispatch=2, gate_up=1, dact=2, dx=1), dict(dw_gate_up=1, dw_down=2), ahead=4),
+    "backward with all": work_of(
+        dict(dispatch=2, gate_up=1, dact=2, dx=1), dict(dw_gate_up=1, dw_down=2), ahead=4, mixed=True
+    ),
     "dw_down alone": work_of(dict(dact=1), dict(dw_down=2), combine=False),
     "router weights alone": work_of(dict(dact=2), group=5),
 }
@@ -96,6 +102,24 @@ def test_example_of_the_tail():
     assert weave(["w0", "w1"], ["c0", "c1", "c2"], 5) == ["w0", "w1", "c0", "c1", "c2"]
     assert weave(["w0", "w1"], ["c0", "c1", "c2", "c3"], 0) == ["c0", "w0", "c1", "w1", "c2", "c3"]
     assert weave([], ["c0", "c1"], 3) == ["c0", "c1"] and weave(["w0"], [], 3) == ["w0"] and weave([], [], 0) == []
+
+
+def test_example_of_mixing():
+    """Two tiles and four; of those at the same place the lower phase first; a phase of none, and none at all."""
+    assert mix([["d0", "d1"], ["g0", "g1", "g2", "g3"]]) == ["g0", "d0", "g1", "g2", "d1", "g3"]
+    assert mix([["d0"], ["g0"], ["w0", "w1", "w2"]]) == ["w0", "d0", "g0", "w1", "w2"]
+    assert mix([[], ["g0", "g1"]]) == ["g0", "g1"] and mix([[], []]) == mix([]) == []
+
+
+def test_where_a_mixed_tile_stands_can_be_computed():
+    """As a program does that knows only its own number: before tile i of n stand, of the m tiles of another phase,
+    ((2i + 1) m + n) // 2n if it is a lower phase, and else ((2i + 1) m + n - 1) // 2n."""
+    for sizes in [*product(range(7), repeat=3), (1000, 24, 3), (65, 64, 63)]:
+        order = mix([[(p, i) for i in range(n)] for p, n in enumerate(sizes)])
+        place = {tile: number for number, tile in enumerate(order)}
+        for (p, i), n in ((tile, sizes[tile[0]]) for tile in order):
+            before = [((2 * i + 1) * m + n - (q >= p)) // (2 * n) for q, m in enumerate(sizes)]
+            assert place[p, i] == sum(before) and before[p] == i
 
 
 def test_where_a_tile_of_the_tail_stands_can_be_computed():
@@ -178,6 +202,12 @@ def expected_table(starts: list[int], homes: list[int], tokens_of_rank: tuple[in
             block, arrivals = blocks_before + (t - before) // work.BLOCK_T, homes.count(rank) * work.phases[-1].strips
             combines.append(((rank, block), [COMBINE, rank, 0, block, t, tokens, 0, arrivals]))
     in_order = lambda several: [tile for _, tile in sorted(several)]
+    if work.mixed:
+        in_phase, mixed = groupby(sorted(over_rows), key=lambda keyed: keyed[0][:2]), []
+        for (turn, p), keyed in ((phase, list(several)) for phase, several in in_phase):
+            places = [(turn, Fraction(2 * i + 1, 2 * len(keyed)), p) for i in range(len(keyed))]
+            mixed += [(place, tile) for place, (_, tile) in zip(places, keyed)]
+        over_rows = mixed
     return in_order(over_rows) + weave(in_order(gradients), in_order(combines), work.ahead)
 
 
@@ -224,8 +254,10 @@ def test_example_of_first_blocks():
     assert first_block_of_expert([0, 1, 1, 4], 2) == [0, 1, 1, 3]
 
 
-def test_work_over_ranks_begins_with_dispatch():
+def test_work_over_ranks_begins_with_dispatch_and_is_mixed():
+    assert not WORKS["backward"].mixed
     work = with_dispatch(WORKS["backward"], strips=2)
+    assert work.mixed
     assert [KINDS[phase.kind] for phase in work.phases] == ["dispatch", "dact", "dx"] and work.phases[0].strips == 2
     assert work.phases[work.waits_for].kind == KINDS.index("dact")
     assert_specified([[0, 1], [2, 3], [1, -1]], 4, (2, 1), work)
@@ -261,6 +293,7 @@ def works(draw):
         combine=draw(st.booleans()),
         group=draw(size),
         ahead=draw(st.integers(0, 9)),
+        mixed=draw(st.booleans()),
     )
 
 
@@ -269,6 +302,38 @@ def works(draw):
 def test_any_routing_and_any_work(routing, work):
     ids, E, tokens_of_rank, K = routing
     assert_specified(ids, E, tokens_of_rank, work, K)
+
+
+@few
+@given(routings(), works())
+def test_mixed_phases_go_on_evenly(routing, work):
+    """Wherever a turn is cut, its phases have done the same share of their tiles, to within half a tile of each. And
+    the turn has the same tiles as where phases stand one behind the other, of each phase in the same order."""
+    ids, E, tokens_of_rank, K = routing
+    p, homes = route(ids, E, tokens_of_rank, K)
+    turns = {}
+    for mixed in (False, True):
+        table = table_of(p, homes, tokens_of_rank, replace(work, mixed=mixed))
+        turns[mixed] = turns_of(table, E // len(tokens_of_rank), work)
+    assert [*turns[True]] == [*turns[False]] == sorted(turns[True])
+    for number, turn in turns[True].items():
+        assert sorted(turn, key=lambda tile: tile[KIND]) == turns[False][number]  # kinds ascend with phases
+        sizes, done = Counter(tile[KIND] for tile in turn), Counter()
+        for tile in turn:
+            done[tile[KIND]] += 1
+            at_least = max(Fraction(2 * done[kind] - 1, 2 * n) for kind, n in sizes.items())
+            at_most = min(Fraction(2 * done[kind] + 1, 2 * n) for kind, n in sizes.items())
+            assert at_least <= at_most
+
+
+def turns_of(table: list[list[int]], L: int, work: Work) -> dict[int, list[list[int]]]:
+    """The tiles over rows, by turn, as they come. Raises where a turn has come to its end twice."""
+    number_of = {phase.kind: p for p, phase in enumerate(work.phases)}
+    over_rows = [tile for tile in table if tile[KIND] in number_of]
+    turn_of = lambda tile: tile[EXPERT] % L // work.group + number_of[tile[KIND]]
+    turns = [(turn, list(tiles)) for turn, tiles in groupby(over_rows, key=turn_of)]
+    assert len(dict(turns)) == len(turns)
+    return dict(turns)
 
 
 # Programs: a schedule always ends, whoever draws, however few, however slow.
@@ -309,6 +374,45 @@ def test_any_number_of_programs_comes_to_the_end(programs, work):
 def test_any_schedule_comes_to_the_end(routing, work, programs, seed):
     ids, E, tokens_of_rank, K = routing
     played(ids, E, tokens_of_rank, work, programs, seed, K)
+
+
+def of_processes(ids, E: int, tokens_of_rank: tuple[int, ...], work: Work, K: int) -> list[list[list[int]]]:
+    """The tables of W processes, each made from the rows of its own experts and from its own tokens, with experts and
+    ranks numbered over all: a rank waits in combine for the routes of its own tokens, whoever has their experts."""
+    p, homes = route(ids, E, tokens_of_rank, K)
+    starts, L, tables = p.row_start.tolist(), E // len(tokens_of_rank), []
+    for rank, tokens in enumerate(tokens_of_rank):
+        own = p.row_start[rank * L : (rank + 1) * L + 1]
+        table = schedule(own - own[0], [tokens], [int(own[-1] - own[0])], work).tolist()
+        for tile in table:
+            tile[RANK] = rank
+            if tile[KIND] == COMBINE:
+                tile[ARRIVALS] = homes.count(rank) * work.phases[-1].strips
+            else:
+                tile[EXPERT] += rank * L
+                tile[ROW] += starts[rank * L]
+        tables.append(table)
+    return tables
+
+
+@few
+@given(routings(), works(), st.integers(1, 4), st.integers(0, 99))
+def test_the_tables_of_processes_are_parts_of_one_order(routing, work, programs, seed):
+    """Turn by turn, rank by rank, and then the tails: of all processes' tiles this is one order in which waits point
+    backwards, and each process has its part of it, in that order. So all come to the end, whoever is slow."""
+    ids, E, tokens_of_rank, K = routing
+    homes, W, L = route(ids, E, tokens_of_rank, K)[1], len(tokens_of_rank), E // len(tokens_of_rank)
+    tables = of_processes(ids, E, tokens_of_rank, work, K)
+    turns = [turns_of(table, L, work) for table in tables]
+    over_rows = [turns[r].get(turn, []) for turn in sorted({t for each in turns for t in each}) for r in range(W)]
+    kinds = {phase.kind for phase in work.phases}
+    tails = [[tile for tile in table if tile[KIND] not in kinds] for table in tables]
+    merged = [tile for part in [*over_rows, *tails] for tile in part]
+    assert_waits_point_backwards(merged, homes, E, W, work)
+    assert [[tile for tile in merged if tile[RANK] == rank] for rank in range(W)] == tables
+
+    steps = [random.Random(seed + n).choice([1, 2, 50]) for n in range(len(merged))]
+    assert len(play(merged, work, E, W, homes, by_ticket(merged, W, programs), steps)) == len(merged)
 
 
 def test_two_tables_each_right_by_itself_deadlock_each_other():

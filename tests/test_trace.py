@@ -279,7 +279,9 @@ def test_the_timeline_has_a_bar_for_every_tile_and_a_lane_for_every_program(made
     assert boxes.pop("url(#waiting)", 0) == sum(span.start > span.taken for span in traced.spans)
     assert set(boxes) <= set(STEPS) and sum(boxes.values()) == len(traced.table)
     assert traced.outcome() in root.findtext(f"{svg}desc")
-    assert set(traced.lanes) <= {text.text for text in root.iter(f"{svg}text")}
+    named = [text.text for text in root.iter(f"{svg}text") if text.text in traced.lanes]
+    assert named == [lane for lane in traced.lanes if lane in named] and named[0] == traced.lanes[0]
+    assert named == traced.lanes or len(named) >= 12  # where there are many lanes, some are named
 
 
 # What cannot be traced, and what is not traced.

@@ -323,7 +323,7 @@ for rank in (0, 1):
 
 # %%
 rows, _ = pull("x", False, example, memory, plan)
-own = as_tokens(plan)
+own = as_tokens(plan.row_start, len(plan.token_of_row))
 table = tile_table(own, blocks.persistent_for(example))
 _, act = gate_up_swiglu(rows, readable(w_gate_up), own, table, None, False, True)
 out = down(act, readable(w_down), own, table)

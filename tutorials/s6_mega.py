@@ -333,6 +333,11 @@ since = round(last_dx - 0.15, 2)
 window(layer, since, since + 0.4, "qwen3-30b-a3b, backward: where the tail begins")
 
 # %% [markdown]
+# Over ranks a turn has a phase more, dispatch, and a program that fetches rows over a link multiplies nothing. If all
+# dispatch tiles stood together, all programs would fetch at once, where a few fill the link, and then all would multiply
+# while the link rests. So over ranks the phases of a turn are *mixed* evenly, and groups are small. That order was found
+# with a simulator like this one, to which links were added: [scaling](../scaling.md).
+#
 # ## The protocol
 #
 # Three moves, and there are no others. All of them are in one file, `mega_moe/kernels/signal.py`.
@@ -461,10 +466,11 @@ for order, tried in (("every wait points backwards", table), ("combine at place 
 #     --8<-- "mega_moe/kernels/mega.py:combine"
 #     ```
 #
-# The schedule is made on the device, from row_start, without anything being read on the host. No list is needed for
-# it: a tile's place is the number of tiles before it, which are whole phases of some groups, its own phase's tiles of
-# lower experts, and those of its own expert. That is a few sums over experts, and so any program can put any tile into
-# its place. `mega_moe/schedule.py` is the same in plain Python, and the two are equal to the bit:
+# The schedule is made on the device, from row_start, without anything being read on the host. No list is needed for it:
+# a tile's place is the number of tiles before it, which are whole phases of some groups (over ranks, where they are
+# mixed, a share of each), its own phase's tiles of lower experts, and those of its own expert. That is a few sums over
+# experts, and so any program can put any tile into its place. `mega_moe/schedule.py` is the same in plain Python, and
+# the two are equal to the bit:
 
 # %%
 with torch.device("cpu"):

@@ -9,7 +9,7 @@ where, when and on which layer.
 """
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from math import log2
 from pathlib import Path
@@ -73,9 +73,11 @@ class Routes:
 
 @dataclass(frozen=True)
 class Resident:
-    """How many programs of a persistent kernel share a processor. Two small ones hide each other's epilogues."""
+    """How many programs of a persistent kernel share a processor, two small ones of which hide each other's epilogues;
+    and how many processors are left to others."""
 
     per_processor: int = field(default=1, kw_only=True)
+    reserved: int = field(default=0, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -127,12 +129,15 @@ class Mega(Persistent):
         pull: what a dispatch tile pulls at a time: BLOCK_R rows of its block, BLOCK_N columns.
         group: experts whose tiles of one step stand together in the schedule. The next step of a group is one group
             behind, so that it need not wait.
+        group_over_ranks: the same where rows come from other ranks: fewer, so that little has to arrive before the
+            first tile is multiplied.
         ahead: weight-gradient tiles before the first combine tile of backward.
     """
 
     combine: Elementwise
     pull: Elementwise
     group: int
+    group_over_ranks: int
     ahead: int
 
 
@@ -164,7 +169,8 @@ def mega(BLOCK_R: int, N: int, C: int, warps: int, stages: int, chunk: int, grou
     """The same tiles, one a ticket, in one launch."""
     tiles = persistent(BLOCK_R, N, C, warps, stages, chunk)
     each = {f.name: getattr(tiles, f.name) for f in fields(Persistent)}
-    return Mega(**each, combine=Elementwise(16, 256, warps), pull=Elementwise(32, 256, warps), group=group, ahead=132)
+    combine, pull = Elementwise(16, 256, warps), Elementwise(32, 256, warps)
+    return Mega(**each, combine=combine, pull=pull, group=group, group_over_ranks=2, ahead=132)
 
 
 # fp32 is multiplied as IEEE fp32, without TF32's matrix instructions: it is for checking, and its tiles are small.
@@ -208,6 +214,7 @@ HALF = {  # bf16 and fp16
             combine=Elementwise(16, 256, 8),
             pull=Elementwise(32, 256, 8),
             group=16,
+            group_over_ranks=2,
             ahead=132,
         ),
     ),
@@ -274,6 +281,7 @@ INTERPRETER = Blocks(
         combine=Elementwise(16, 64, 1),
         pull=Elementwise(32, 64, 1),
         group=2,
+        group_over_ranks=2,
         ahead=3,
     ),
 )
@@ -306,12 +314,20 @@ def persistent_for(problem: Problem) -> Persistent:
     """The tiles of resident programs for this problem on the current device: those measured for the layer nearest to
     it, or the defaults where none was measured."""
     found = measured_for(problem)
-    return found.tiles if found else blocks_for(problem.dtype).persistent
+    return leaving(problem.num_reserved_sms, found.tiles if found else blocks_for(problem.dtype).persistent)
 
 
 def mega_for(problem: Problem) -> Mega:
     """The tiles of one launch for this problem on the current device."""
-    return blocks_for(problem.dtype).mega
+    return leaving(problem.num_reserved_sms, blocks_for(problem.dtype).mega)
+
+
+def leaving(reserved: int, tiles: Persistent) -> Persistent:
+    """The same tiles, for programs that leave so many processors to others."""
+    if not reserved:
+        return tiles
+    resident = {f.name: getattr(tiles, f.name) for f in fields(tiles) if isinstance(getattr(tiles, f.name), Resident)}
+    return replace(tiles, **{name: replace(tile, reserved=reserved) for name, tile in resident.items()})
 
 
 TABLE = Path(__file__).with_name("blocks.json")
@@ -356,17 +372,26 @@ def tiles_of(sizes: dict) -> Persistent:
 
 
 def programs(tile: Resident) -> int:
-    """How many resident programs a persistent kernel starts: as many as the GPU's processors hold at once."""
+    """How many resident programs a persistent kernel starts: as many as the processors hold at once that are not left
+    to others."""
     if INTERPRETED:
-        return 3
+        return max(3 - tile.reserved, 1)
     driver = triton.runtime.driver.active
-    return processors(driver.get_current_device()) * tile.per_processor
+    return (processors(driver.get_current_device()) - tile.reserved) * tile.per_processor
 
 
 @cache
 def processors(device: int | str) -> int:
     """A GPU's processors. Asked once, for the driver takes a millisecond to answer."""
     return triton.runtime.driver.active.utils.get_device_properties(device)["multiprocessor_count"]
+
+
+def why_not(problem: Problem) -> str | None:
+    """Why resident programs cannot leave so many processors to others; None if they can."""
+    there = None if INTERPRETED else processors(triton.runtime.driver.active.get_current_device())
+    if there is None or problem.num_reserved_sms < there:
+        return None
+    return f"num_reserved_sms={problem.num_reserved_sms} leaves none of the GPU's {there} processors: reserve fewer."
 
 
 def target() -> str:
@@ -399,4 +424,4 @@ def persistent_note(problem: Problem) -> str | None:
 
 def launch_options(tile: Rows | WeightGrad | Elementwise | Strips) -> dict[str, int]:
     """A tile as keyword arguments of a kernel launch."""
-    return {name: size for name, size in asdict(tile).items() if name != "per_processor"}
+    return {name: size for name, size in asdict(tile).items() if name not in ("per_processor", "reserved")}

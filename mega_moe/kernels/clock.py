@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .blocks import target
-from .signal import draw
+from .signal import draw, global_timer
 from .tile import INTERPRETED
 
 TIMER_IN, CYCLE_IN, TIMER_OUT, CYCLE_OUT, PROCESSOR = (tl.constexpr(word) for word in range(5))
@@ -90,11 +90,6 @@ def read_both_clocks(trace_ptr, timer_ptr, cycle_ptr):
 @triton.jit
 def cycle_counter():
     return tl.inline_asm_elementwise("mov.u64 $0, %clock64;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
-
-
-@triton.jit
-def global_timer():
-    return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
 
 
 @triton.jit

@@ -3,19 +3,27 @@
 `pull` loads each row of the plan from the heap of the rank that holds its token. `push` stores each finished row into
 its home's heap, at the slot [token, k] that the home reads, and tells the home how many rows have come. `combine_slots`
 waits until those of all its live routes are there, and sums them in slot order, whoever made them.
+
+Where ranks cannot reach each other's memory, all_to_all carries the same rows (../exchange.py). `meet_peers` gives
+either way the same verbs.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..shapes import Plan, Problem
-from ..symmetric import Memory
+from ..exchange import Exchange, agree
+from ..shapes import Inputs, Plan, Problem
+from ..symmetric import Memory, heaps_of
 from .blocks import blocks_for, launch_options
-from .meet import home_of_token, in_heap, rows_in_heap
-from .signal import arrive, wait_for_ranks
-from .tile import narrow
+from .combine import combine, dispatch_backward
+from .meet import home_of_token, in_heap, meet, rows_in_heap
+from .plan import plan as make_plan
+from .signal import arrive, has_failed, wait_for_ranks
+from .tile import nan_if, narrow
 
 
 # --8<-- [start:rows]
@@ -81,6 +89,7 @@ def tell_homes(heaps_ptr, home, live, ROWS_ARRIVED: tl.constexpr, W: tl.constexp
 @triton.jit(do_not_specialize=["R", "max_tokens", "to_view", "to_topk_weights"])
 def pull_kernel(
     heaps_ptr,  # (W,) int64, read: where each rank's heap begins
+    own_heaps_ptr,  # (ranks here,) int64, read: the same of the ranks of this process
     token_of_row_ptr,  # (R,) int32, read: home rank * max_tokens + token there
     slot_of_row_ptr,  # (R,) int32, read
     rows_ptr,  # (R, H) written where a row has an expert
@@ -90,35 +99,38 @@ def pull_kernel(
     to_view,  # where x or dy stands in a heap, in bytes
     to_topk_weights,
     CALL: tl.constexpr,
+    PAGE: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Grid: one program for each (block of rows, block of columns), columns fastest.
+    """Grid: one program a block of rows. If a rank did not come, rows are NaN.
 
     Example: max_tokens = 4, x = [[1.], [2.]] on rank 0, [[3.]] on rank 1, token_of_row = [4, 1]: rows = [[3.], [2.]].
     """
-    column_blocks = tl.cdiv(H, BLOCK_N)
-    r = tl.program_id(0) // column_blocks * BLOCK_R + tl.arange(0, BLOCK_R)
-    h = tl.program_id(0) % column_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     token = tl.load(token_of_row_ptr + r, mask=r < R, other=-1)
     live = token >= 0
     home, token = home_of_rows(token, live, max_tokens)
-    buffer = tl.load(in_heap(tl.load(heaps_ptr), CALL, tl.int32)) & 1
+    own_heap = tl.load(own_heaps_ptr)
+    buffer = tl.load(in_heap(own_heap, CALL, tl.int32)) & 1
+    failed = has_failed(in_heap(own_heap, PAGE, tl.int64))
 
     dtype: tl.constexpr = rows_ptr.dtype.element_ty
-    rows = pull_tile(heaps_ptr, home, token, live, h, to_view, buffer, max_tokens, dtype, H)
-    tl.store(rows_ptr + r.to(tl.int64)[:, None] * H + h[None, :], rows, mask=live[:, None] & (h < H)[None, :])
+    columns = tl.where(tl.max(live.to(tl.int32)) > 0, H, 0)  # most blocks are empty where few of max_rows have come
+    for start in range(0, columns, BLOCK_N):
+        h = start + tl.arange(0, BLOCK_N)
+        rows = nan_if(failed, pull_tile(heaps_ptr, home, token, live, h, to_view, buffer, max_tokens, dtype, H))
+        tl.store(rows_ptr + r.to(tl.int64)[:, None] * H + h[None, :], rows, mask=live[:, None] & (h < H)[None, :])
 
     if weights_ptr is not None:
-        once = live & (tl.program_id(0) % column_blocks == 0)
-        slot = tl.load(slot_of_row_ptr + r, mask=once, other=0)
+        slot = tl.load(slot_of_row_ptr + r, mask=live, other=0)
         dtype_of_weights: tl.constexpr = weights_ptr.dtype.element_ty
         weights = pull_weights(
-            heaps_ptr, home, token, slot, once, to_topk_weights, buffer, max_tokens, dtype_of_weights, K
+            heaps_ptr, home, token, slot, live, to_topk_weights, buffer, max_tokens, dtype_of_weights, K
         )
-        tl.store(weights_ptr + r, weights, mask=once)
+        tl.store(weights_ptr + r, weights, mask=live)
 
 
 # --8<-- [end:pull]
@@ -177,7 +189,8 @@ def push_kernel(
 @triton.jit(do_not_specialize=["T", "E", "to_slots", "to_dweights"])
 def combine_slots_kernel(
     heaps_ptr,  # (W,) int64, read: where each rank's heap begins
-    token_start_ptr,  # (W+1,) int32, read: where the tokens of each rank of this process begin
+    own_heaps_ptr,  # (RANKS,) int64, read: the same of the ranks of this process
+    token_start_ptr,  # (RANKS+1,) int32, read: where their tokens begin
     topk_weights_ptr,  # (T, K) read, any strides; or None: every weight is 1
     row_of_slot_ptr,  # (T, K) int32, read: -1 where masked
     y_ptr,  # (T, H) written; or None
@@ -191,7 +204,9 @@ def combine_slots_kernel(
     CALL: tl.constexpr,
     ROW_START: tl.constexpr,
     ROWS_ARRIVED: tl.constexpr,
+    PAGE: tl.constexpr,
     W: tl.constexpr,
+    RANKS: tl.constexpr,  # of this process
     H: tl.constexpr,
     K: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -199,20 +214,24 @@ def combine_slots_kernel(
     BLOCK_W: tl.constexpr,
 ):
     """Grid: one program a block of tokens. Waits on: all live routes of the ranks of this process, pushed by whoever
-    owns their experts.
+    owns their experts. If they do not come, sums are NaN.
 
     Example: one rank, K = 2, slots = [[[1.], [NaN]]], row_of_slot = [[0, -1]], weights = [[0.5, 3.]]: y = [[0.5]].
     """
     ranks = tl.arange(0, BLOCK_W)
-    heaps = tl.load(heaps_ptr + ranks, mask=ranks < W, other=0)
-    buffer = tl.load(in_heap(tl.load(heaps_ptr), CALL, tl.int32)) & 1
-    live_routes_ptr = (heaps + ROW_START).to(tl.pointer_type(tl.int32)) + buffer * (E + 1) + E
-    live_routes = tl.load(live_routes_ptr, mask=ranks < W, other=0)
-    wait_for_ranks((heaps + ROWS_ARRIVED).to(tl.pointer_type(tl.int32)), live_routes, ranks < W)
+    heaps = tl.load(own_heaps_ptr + ranks, mask=ranks < RANKS, other=0)
+    own_heap = tl.load(own_heaps_ptr)
+    call = tl.load(in_heap(own_heap, CALL, tl.int32))
+    page_ptr = in_heap(own_heap, PAGE, tl.int64)
+    live_routes_ptr = (heaps + ROW_START).to(tl.pointer_type(tl.int32)) + (call & 1) * (E + 1) + E
+    live_routes = tl.load(live_routes_ptr, mask=ranks < RANKS, other=0)
+    rows_arrived_ptr = (heaps + ROWS_ARRIVED).to(tl.pointer_type(tl.int32))
+    wait_for_ranks(rows_arrived_ptr, live_routes, ranks < RANKS, ranks * 0 - 1, call, page_ptr, heaps_ptr, PAGE, W)
+    failed = has_failed(page_ptr)
 
     t = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    home, token = home_of_token(tl.minimum(t, T - 1), token_start_ptr, W)
-    heap = tl.load(heaps_ptr + home)
+    home, token = home_of_token(tl.minimum(t, T - 1), token_start_ptr, RANKS)
+    heap = tl.load(own_heaps_ptr + home)
     if y_ptr is not None:
         for start in range(0, H, BLOCK_N):
             h = start + tl.arange(0, BLOCK_N)
@@ -226,6 +245,7 @@ def combine_slots_kernel(
                     at_weight = topk_weights_ptr + t.to(tl.int64) * stride_t + tl.cast(slot, tl.int64) * stride_k
                     value *= tl.load(at_weight, mask=live, other=0.0).to(tl.float32)[:, None]
                 y += value
+            y = nan_if(failed, y)
             mask = (t < T)[:, None] & (h < H)[None, :]
             tl.store(y_ptr + t.to(tl.int64)[:, None] * H + h[None, :], narrow(y, y_ptr.dtype.element_ty), mask=mask)
     if dtopk_weights_ptr is not None:
@@ -233,17 +253,111 @@ def combine_slots_kernel(
         for slot in tl.static_range(K):
             route = t.to(tl.int64) * K + slot
             live = tl.load(row_of_slot_ptr + route, mask=t < T, other=-1) >= 0
-            dweight = tl.load(dweights_at + slot, mask=live, other=0.0)
+            dweight = nan_if(failed, tl.load(dweights_at + slot, mask=live, other=0.0))
             tl.store(dtopk_weights_ptr + route, narrow(dweight, dtopk_weights_ptr.dtype.element_ty), mask=t < T)
 
 
 # --8<-- [end:combine]
 
 
-def as_tokens(plan: Plan) -> Plan:
-    """The plan of rows that are tokens of their own, with one route each: row r is token r."""
-    rows = torch.arange(len(plan.token_of_row), dtype=torch.int32, device=plan.token_of_row.device)
-    return Plan(plan.row_start, rows, torch.zeros_like(rows), rows[:, None])
+@dataclass(frozen=True)
+class ThroughHeaps:
+    """Peers whose memory is in reach, for one direction of one call: rows are pulled and pushed.
+
+    Attributes:
+        problem, inputs: of the call.
+        memory: the heaps.
+        plan: of the rows that experts here receive; forward saves it.
+        own: of the same rows, as tokens of their own.
+    """
+
+    problem: Problem
+    inputs: Inputs
+    memory: Memory
+    plan: Plan
+    own: Plan
+
+    def pull(self, name: str, weights: bool = False) -> tuple[Tensor, Tensor | None]:
+        """The rows of x or dy (by name) for the experts here, (R, H), and if wanted their router weights (R, 1)."""
+        return pull(name, weights, self.problem, self.memory, self.plan)
+
+    def combine(self, out: Tensor) -> Tensor:
+        """out (R, 1, H), to whom it belongs; what came back, summed: y (T, H)."""
+        y = self.inputs.x.new_empty(self.inputs.x.shape)
+        push(out, None, self.problem, self.memory, self.plan)
+        combine_slots(y, None, self.inputs.topk_weights, self.problem, self.memory, self.plan)
+        return y
+
+    def combine_gradients(self, drows: Tensor | None, dweights: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """drows (R, 1, H) and dweights (R, 1), to whom they belong: dx (T, H) and dtopk_weights (T, K)."""
+        dx = self.inputs.x.new_empty(self.inputs.x.shape) if drows is not None else None
+        of_weights = self.inputs.topk_weights
+        dtopk_weights = of_weights.new_empty(of_weights.shape) if dweights is not None else None
+        if drows is not None or dweights is not None:
+            push(drows, dweights, self.problem, self.memory, self.plan)
+            combine_slots(dx, dtopk_weights, None, self.problem, self.memory, self.plan)
+        return dx, dtopk_weights
+
+
+@dataclass(frozen=True)
+class ByAllToAll:
+    """Peers of a process group, for one direction of one call: a collective carries rows there and back.
+
+    Attributes:
+        inputs, dy: of the call.
+        exchange: how many rows go where.
+        plan: of the routes of the tokens here, over the experts of all ranks; forward saves it.
+        own: of the rows that experts here receive, as tokens of their own.
+    """
+
+    inputs: Inputs
+    dy: Tensor | None
+    exchange: Exchange
+    plan: Plan
+    own: Plan
+
+    def live_routes(self) -> tuple[Tensor, Tensor]:
+        """The token and the slot of each row that goes out."""
+        rows = sum(self.exchange.sent)
+        return self.plan.token_of_row[:rows], self.plan.slot_of_row[:rows]
+
+    def pull(self, name: str, weights: bool = False) -> tuple[Tensor, Tensor | None]:
+        """As ThroughHeaps.pull. Collective, as what follows."""
+        token, slot = self.live_routes()
+        rows = self.exchange.dispatch(dict(x=self.inputs.x, dy=self.dy)[name][token])
+        return rows, self.exchange.dispatch(self.inputs.topk_weights[token, slot][:, None]) if weights else None
+
+    def combine(self, out: Tensor) -> Tensor:
+        """As ThroughHeaps.combine."""
+        return combine(self.exchange.give_back(out.flatten(1)), self.inputs.topk_weights, self.plan)
+
+    def combine_gradients(self, drows: Tensor, dweights: Tensor) -> tuple[Tensor, Tensor]:
+        """As ThroughHeaps.combine_gradients, with both."""
+        dx = dispatch_backward(self.exchange.give_back(drows.flatten(1)), self.plan)
+        dtopk_weights = self.inputs.topk_weights.new_zeros(self.inputs.topk_weights.shape)
+        dtopk_weights[self.live_routes()] = self.exchange.give_back(dweights)[:, 0]
+        return dx, dtopk_weights
+
+
+def meet_peers(
+    problem: Problem, inputs: Inputs, dy: Tensor | None = None, plan: Plan | None = None
+) -> ThroughHeaps | ByAllToAll:
+    """Begin one direction of one call, together with all ranks. Backward passes dy (T, H) and the plan that forward
+    saved: the same routes make the same rows."""
+    if problem.by_all_to_all:
+        plan = plan or make_plan(inputs.topk_ids, problem.E)
+        exchange = agree(plan, heaps_of(problem.heap).group)
+        own = as_tokens(exchange.row_start, sum(exchange.received))
+        return ByAllToAll(inputs, dy, exchange, plan, own)
+    memory, met, _ = meet(problem, inputs, dy)
+    plan = plan or met
+    return ThroughHeaps(problem, inputs, memory, plan, as_tokens(plan.row_start, problem.R))
+
+
+def as_tokens(row_start: Tensor, R: int) -> Plan:
+    """The plan of R rows that are tokens of their own, with one route each: row r is token r."""
+    rows = torch.arange(R, dtype=torch.int32, device=row_start.device)
+    return Plan(row_start, rows, torch.zeros_like(rows), rows[:, None])
 
 
 def pull(name: str, weights: bool, problem: Problem, memory: Memory, plan: Plan) -> tuple[Tensor, Tensor | None]:
@@ -253,8 +367,9 @@ def pull(name: str, weights: bool, problem: Problem, memory: Memory, plan: Plan)
     weight_of_row = rows.new_empty(p.R, 1, dtype=layout.weights_dtype) if weights else None
     tile = blocks_for(p.dtype).elementwise
     if p.R:
-        pull_kernel[(triton.cdiv(p.R, tile.BLOCK_R) * triton.cdiv(p.H, tile.BLOCK_N),)](
+        pull_kernel[(triton.cdiv(p.R, tile.BLOCK_R),)](
             memory.addresses,
+            memory.own,
             plan.token_of_row,
             plan.slot_of_row,
             rows,
@@ -264,6 +379,7 @@ def pull(name: str, weights: bool, problem: Problem, memory: Memory, plan: Plan)
             at[name],
             at["topk_weights"],
             CALL=at["call"],
+            PAGE=at["page"],
             H=p.H,
             K=p.K,
             **launch_options(tile),
@@ -310,6 +426,7 @@ def combine_slots(
     if p.T:
         combine_slots_kernel[(triton.cdiv(p.T, tile.BLOCK_R),)](
             memory.addresses,
+            memory.own,
             memory.token_start,
             topk_weights,
             plan.row_of_slot,
@@ -323,9 +440,11 @@ def combine_slots(
             CALL=at["call"],
             ROW_START=at["row_start"],
             ROWS_ARRIVED=at["rows_arrived"],
+            PAGE=at["page"],
             W=layout.W,
+            RANKS=len(memory.heaps),
             H=p.H,
             K=p.K,
-            BLOCK_W=triton.next_power_of_2(layout.W),
+            BLOCK_W=triton.next_power_of_2(len(memory.heaps)),
             **launch_options(tile),
         )

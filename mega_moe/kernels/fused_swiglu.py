@@ -18,7 +18,7 @@ from ..shapes import Need, Plan
 from .blocks import blocks_for, launch_options
 from .grouped_gemm import multiply
 from .swiglu import act_and_dpre, act_of
-from .tile import dot, halves, narrow, route_of_row, rows_at, rows_of_block, weight_of_route
+from .tile import dot, halves, nan_if, narrow, route_of_row, rows_at, rows_of_block, weight_of_route
 
 
 # --8<-- [start:gate_up]
@@ -279,11 +279,13 @@ def add_parts(
     dtopk_weights_ptr,
     route,
     inside,
+    failed,
     PARTS: tl.constexpr,
     BY_ROUTE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the router weights' gradients of BLOCK routes: their parts, added in the order of the columns."""
+    """Write the router weights' gradients of BLOCK routes: their parts, added in the order of the columns; NaN where
+    what they are made of did not come."""
     row = tl.load(row_of_slot_ptr + route, mask=inside, other=-1)
     at = row.to(tl.int64) * PARTS
     if BY_ROUTE:
@@ -291,6 +293,7 @@ def add_parts(
     dweight = tl.zeros((BLOCK,), tl.float32)
     for part in range(PARTS):
         dweight += tl.load(parts_ptr + at + part, mask=row >= 0, other=0.0)
+    dweight = nan_if(failed, dweight)
     tl.store(dtopk_weights_ptr + route, narrow(dweight, dtopk_weights_ptr.dtype.element_ty), mask=inside)
 
 
@@ -308,7 +311,7 @@ def dtopk_weights_kernel(
     Example: parts = [[1., 2.], [3., 4.], [NaN, NaN]], row_of_slot = [[1, -1, 0]]: dtopk_weights = [[7., 0., 3.]].
     """
     route = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    add_parts(parts_ptr, row_of_slot_ptr, dtopk_weights_ptr, route, route < R, PARTS, False, BLOCK)
+    add_parts(parts_ptr, row_of_slot_ptr, dtopk_weights_ptr, route, route < R, False, PARTS, False, BLOCK)
 
 
 # --8<-- [end:dtopk_weights]

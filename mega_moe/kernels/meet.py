@@ -5,14 +5,16 @@ The launch here is the only barrier of a call. Its programs draw tickets in this
 publish   copy the tokens of the ranks that this process holds into their heaps, and sort their routes by expert: a plan
           of each rank's own tokens, which peers can read
 arrive    when all of it is written: one addition to this rank's flag, in the heap of every rank
-plan      when all ranks have arrived: the rows of the experts of this process, from all of their plans
+meet      when all ranks of this process have arrived: wait for the others
+plan      when all have met: the rows of the experts of this process, from the plans of all ranks
 schedule  when row_start is written: the tiles of the launch that follows, if it draws them from one schedule
 
 A rank's rows are ordered (expert, home rank, token, slot). Within an expert each home's routes are sorted already, so
 the plan is where each home's part begins, which is a sum of counts, and a copy.
 
 Every wait is for an earlier ticket, or for another process. So the same launch serves one rank, all ranks in one
-process one after another, and a process for each rank.
+process one after another, and a process for each rank. If a rank does not come, or sends more rows than there is room
+for, the plan is one without rows, and the error page (see symmetric.py) says why.
 """
 
 import torch
@@ -26,7 +28,7 @@ from ..symmetric import Memory, heap_of_one_rank, heaps_of
 from .blocks import Resident, programs
 from .plan import begin_chunk, chunks_and_blocks, count_chunk, place_chunk, store_row_start
 from .schedule import Schedule, combine_tiles, empty_schedule, parts_of, shared_words, write_part
-from .signal import arrive, draw, leave, signal, wait, wait_for_ranks
+from .signal import TOO_MANY_ROWS, arrive, draw, has_failed, leave, record, signal, tell_host, wait, wait_for_ranks
 from .tile import INTERPRETED
 
 
@@ -99,6 +101,8 @@ def publish_tokens(
     do_not_specialize=[
         "T",
         "E",
+        "first",
+        "max_rows",
         "chunks",
         "max_tokens",
         "to_token_of_row",
@@ -114,19 +118,22 @@ def meet_kernel(
     topk_ids_ptr,  # (T, K) int32 or int64, read, any strides
     topk_weights_ptr,  # (T, K) read, any strides
     heaps_ptr,  # (W,) int64, read: where each rank's heap begins
-    token_start_ptr,  # (W+1,) int32, read: where each rank's tokens begin
-    count_ptr,  # (W, chunks, BLOCK_E) int32, written and read
-    row_start_ptr,  # (E+1,) int32, written
-    token_of_row_ptr,  # (R,) int32, written: home rank * max_tokens + token there
-    slot_of_row_ptr,  # (R,) int32, written
+    own_heaps_ptr,  # (RANKS,) int64, read: the same of the ranks of this process
+    token_start_ptr,  # (RANKS+1,) int32, read: where their tokens begin
+    count_ptr,  # (RANKS, chunks, BLOCK_E) int32, written and read
+    row_start_ptr,  # (experts here + 1,) int32, written
+    token_of_row_ptr,  # (max_rows,) int32, written: home rank * max_tokens + token there
+    slot_of_row_ptr,  # (max_rows,) int32, written
     row_of_slot_ptr,  # (T, K) int32, written: each route's row in its home's own plan, -1 where masked
-    live_routes_ptr,  # (W,) int32, written: how many routes of each rank are not masked
+    live_routes_ptr,  # (RANKS,) int32, written: how many routes of each rank here are not masked
     table_ptr,  # (most tiles, 8) int32, written as far as there are tiles; or None
     counters_ptr,  # (2 + counters,) int32, written; or None
-    words_ptr,  # int32, zeros before and after: ticket, chunks counted, tiles published, ranks arrived, row_start
-    # written, two that are not used, programs that left
+    words_ptr,  # int32, zeros before and after: ticket, chunks counted, tiles published, ranks arrived, all met,
+    # row_start written, whether ranks did not meet, programs that left
     T,
     E,
+    first,  # rank of this process
+    max_rows,
     chunks,  # of each rank's routes
     max_tokens,  # of a rank
     to_token_of_row,  # where things stand in a heap, in bytes
@@ -145,8 +152,10 @@ def meet_kernel(
     CALL: tl.constexpr,  # where those things stand that do not depend on the number of tokens
     FLAGS: tl.constexpr,
     ROWS_ARRIVED: tl.constexpr,
+    PAGE: tl.constexpr,
     ROW_START: tl.constexpr,
     W: tl.constexpr,
+    RANKS: tl.constexpr,  # of this process
     H: tl.constexpr,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -167,41 +176,44 @@ def meet_kernel(
     TOKENS: tl.constexpr = None,  # of a combine tile
     GROUP: tl.constexpr = None,
     AHEAD: tl.constexpr = None,
+    MIXED: tl.constexpr = None,
     PART: tl.constexpr = None,
     COLUMNS: tl.constexpr = None,
 ):
     """Grid: any number of programs.
 
-    Waits on: to place a rank's routes, all chunks being counted; to arrive, all that this process publishes; to plan,
-    the flags of all ranks; for a part of the schedule, row_start. Signals: chunks counted, tiles published, every
-    rank's flag in every heap, row_start.
+    Waits on: to place a rank's routes, all chunks being counted; to arrive, all that this process publishes; to meet,
+    the flags of all ranks; to plan, that they have met; for a part of the schedule, row_start. Signals: chunks counted,
+    tiles published, every rank's flag in every heap, that all have met, row_start.
 
     Example: W = 2, one token each, K = 1, both with an expert of rank 1: topk_ids = [[1], [1]], E = 2. Then
     row_start = [0, 0, 2], token_of_row = [0, max_tokens] and slot_of_row = [0, 0].
     """
     ticket_ptr, counted_ptr, published_ptr, arrived_ptr = words_ptr, words_ptr + 1, words_ptr + 2, words_ptr + 3
-    row_start_written_ptr, left_ptr = words_ptr + 4, words_ptr + 7
-    R = T * K
+    met_ptr, row_start_written_ptr = words_ptr + 4, words_ptr + 5
+    apart_ptr, left_ptr = words_ptr + 6, words_ptr + 7
+    experts = E // W * RANKS
     copies = tl.cdiv(T, BLOCK_T)
-    counts = W * chunks
-    parts = E * W
-    planned = copies + 2 * counts + W + parts
+    counts = RANKS * chunks
+    met = copies + 2 * counts + RANKS
+    planned = met + 1 + experts * W
     tickets = planned
     if table_ptr is not None:
-        combines = combine_tiles(R, token_start_ptr, W, K, COMBINE_KIND, TOKENS)
-        tickets += tl.cdiv(tl.maximum(R // BLOCK_R + E, combines), PART)
+        combines = combine_tiles(T, token_start_ptr, RANKS, COMBINE_KIND, TOKENS)
+        tickets += tl.cdiv(tl.maximum(max_rows // BLOCK_R + experts, combines), PART)
     # How many calls this process has been through; whoever leaves last counts this one.
-    call_ptr = in_heap(tl.load(heaps_ptr), CALL, tl.int32)
+    call_ptr = in_heap(tl.load(own_heaps_ptr), CALL, tl.int32)
+    page_ptr = in_heap(tl.load(own_heaps_ptr), PAGE, tl.int64)
     ticket = draw(ticket_ptr)
     while ticket < tickets:
         if ticket < copies:
             buffer = (tl.load(call_ptr) + 1) & 1
-            first = ticket * BLOCK_T
+            from_token = ticket * BLOCK_T
             publish_tokens(
-                first,
+                from_token,
                 T,
                 x_ptr,
-                heaps_ptr,
+                own_heaps_ptr,
                 token_start_ptr,
                 buffer,
                 stride_xt,
@@ -209,16 +221,16 @@ def meet_kernel(
                 to_x,
                 max_tokens,
                 H,
-                W,
+                RANKS,
                 BLOCK_T,
                 BLOCK_H,
             )
             if dy_ptr is not None:
                 publish_tokens(
-                    first,
+                    from_token,
                     T,
                     dy_ptr,
-                    heaps_ptr,
+                    own_heaps_ptr,
                     token_start_ptr,
                     buffer,
                     stride_dyt,
@@ -226,15 +238,15 @@ def meet_kernel(
                     to_dy,
                     max_tokens,
                     H,
-                    W,
+                    RANKS,
                     BLOCK_T,
                     BLOCK_H,
                 )
             publish_tokens(
-                first,
+                from_token,
                 T,
                 topk_weights_ptr,
-                heaps_ptr,
+                own_heaps_ptr,
                 token_start_ptr,
                 buffer,
                 stride_wt,
@@ -242,7 +254,7 @@ def meet_kernel(
                 to_topk_weights,
                 max_tokens,
                 K,
-                W,
+                RANKS,
                 BLOCK_T,
                 BLOCK_K,
             )
@@ -271,7 +283,7 @@ def meet_kernel(
             rank = (ticket - copies - counts) // chunks
             start = tl.load(token_start_ptr + rank)
             routes = (tl.load(token_start_ptr + rank + 1) - start) * K
-            heap = tl.load(heaps_ptr + rank)
+            heap = tl.load(own_heaps_ptr + rank)
             buffer = (tl.load(call_ptr) + 1) & 1
             row_end, next_row = begin_chunk(chunk, chunks, count_ptr + rank * chunks * BLOCK_E, BLOCK_C, BLOCK_E)
             if chunk == 0:
@@ -295,37 +307,48 @@ def meet_kernel(
                 BLOCK_E,
             )
             signal(published_ptr, 1, False)
-        elif ticket < copies + 2 * counts + W:
+        elif ticket < met:
             rank = ticket - copies - 2 * counts
             wait(published_ptr, copies + counts, False)
-            heap = tl.load(heaps_ptr + rank)
+            heap = tl.load(own_heaps_ptr + rank)
             tl.store(in_heap(heap, ROWS_ARRIVED, tl.int32), 0)
             peers = tl.arange(0, BLOCK_W)
             heaps = tl.load(heaps_ptr + peers, mask=peers < W, other=0)
-            arrive((heaps + FLAGS).to(tl.pointer_type(tl.int32)) + rank, 1, peers < W)
+            arrive((heaps + FLAGS).to(tl.pointer_type(tl.int32)) + first + rank, 1, peers < W)
             signal(arrived_ptr, 1, False)
-        elif ticket < planned:
-            part = ticket - copies - 2 * counts - W
-            wait(arrived_ptr, W, False)
+        elif ticket == met:
+            wait(arrived_ptr, RANKS, False)
             call = tl.load(call_ptr) + 1
             ranks = tl.arange(0, BLOCK_W)
-            wait_for_ranks(in_heap(tl.load(heaps_ptr), FLAGS, tl.int32) + ranks, call, ranks < W)
+            flags_ptr = in_heap(tl.load(own_heaps_ptr), FLAGS, tl.int32)
+            wait_for_ranks(flags_ptr + ranks, call, ranks < W, ranks, call, page_ptr, heaps_ptr, PAGE, W)
+            tl.store(apart_ptr, has_failed(page_ptr).to(tl.int32))
+            signal(met_ptr, 1, False)
+        elif ticket < planned:
+            part = ticket - met - 1
+            wait(met_ptr, 1, False)
             plan_part(
                 part,
-                parts,
-                call & 1,
+                experts * W,
+                tl.load(call_ptr) + 1,
+                tl.load(apart_ptr) == 0,
+                page_ptr,
                 heaps_ptr,
+                own_heaps_ptr,
                 row_start_ptr,
                 token_of_row_ptr,
                 slot_of_row_ptr,
                 live_routes_ptr,
-                R,
+                first,
+                max_rows,
                 E,
                 max_tokens,
                 to_token_of_row,
                 to_slot_of_row,
+                PAGE,
                 ROW_START,
                 W,
+                RANKS,
                 K,
                 BLOCK_RANK,
                 BLOCK_E,
@@ -342,10 +365,9 @@ def meet_kernel(
                     live_routes_ptr,
                     table_ptr,
                     counters_ptr,
-                    R,
-                    E,
-                    W,
-                    K,
+                    T,
+                    experts,
+                    RANKS,
                     KIND_OF_PHASE,
                     STRIPS_OF_PHASE,
                     KIND_OF_GRAD,
@@ -356,6 +378,7 @@ def meet_kernel(
                     TOKENS,
                     GROUP,
                     AHEAD,
+                    MIXED,
                     PART,
                     COLUMNS,
                     BLOCK_E,
@@ -364,67 +387,88 @@ def meet_kernel(
 
     if leave(left_ptr):
         tl.store(words_ptr + tl.arange(0, 8), 0)
-        ranks = tl.arange(0, BLOCK_W)
-        heaps = tl.load(heaps_ptr + ranks, mask=ranks < W, other=0)
-        calls_ptr = (heaps + CALL).to(tl.pointer_type(tl.int32))
-        tl.store(calls_ptr, tl.load(calls_ptr, mask=ranks < W, other=0) + 1, mask=ranks < W)
+        call = tl.load(call_ptr) + 1
+        for rank in tl.static_range(RANKS):
+            tl.store(in_heap(tl.load(own_heaps_ptr + rank), CALL, tl.int32), call)
 
 
 @triton.jit
 def plan_part(
     part,
     parts,
-    buffer,
+    call,
+    all_met,
+    page_ptr,
     heaps_ptr,
+    own_heaps_ptr,
     row_start_ptr,
     token_of_row_ptr,
     slot_of_row_ptr,
     live_routes_ptr,
-    R,
+    first,
+    max_rows,
     E,
     max_tokens,
     to_token_of_row,
     to_slot_of_row,
+    PAGE: tl.constexpr,
     ROW_START: tl.constexpr,
     W: tl.constexpr,
+    RANKS: tl.constexpr,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """The rows that one home rank sends to one expert. Part 0 writes row_start and live_routes; all share the rows
-    without a token."""
+    """The rows that one home rank sends to one expert here. Part 0 writes row_start and live_routes; all share the rows
+    without a token. Where there is no room for all rows, or ranks have not met, every expert has fewer rows than none:
+    -1, which says that what was to be summed over them is not there.
+
+    all_met is asked once for all parts: if a peer fails behind the barrier, some parts would else be written and others
+    not. All that the plan needs was published before it."""
+    L = E // W
     expert, home = part // W, part % W
+    buffer = call & 1
     e = tl.arange(0, BLOCK_E)
-    rows = tl.zeros((BLOCK_E,), tl.int32)  # of each expert, from all homes
+    here = e < L * RANKS
+    rows = tl.zeros((BLOCK_E,), tl.int32)  # of each expert here, from all homes
     earlier = 0  # of this expert, from lower homes
-    for other in tl.static_range(W):
-        start_ptr = in_heap(tl.load(heaps_ptr + other), ROW_START, tl.int32) + buffer * (E + 1)
-        count = tl.load(start_ptr + e + 1, mask=e < E, other=0) - tl.load(start_ptr + e, mask=e < E, other=0)
-        rows += count
-        if part == 0:
-            tl.store(live_routes_ptr + other, tl.sum(count))
-        earlier += tl.sum(tl.where((e == expert) & (other < home), count, 0))
-    row_end = tl.cumsum(rows)
+    if all_met:
+        for other in tl.static_range(W):
+            start_ptr = in_heap(tl.load(heaps_ptr + other), ROW_START, tl.int32) + buffer * (E + 1) + first * L + e
+            count = tl.load(start_ptr + 1, mask=here, other=0) - tl.load(start_ptr, mask=here, other=0)
+            rows += count
+            earlier += tl.sum(tl.where((e == expert) & (other < home), count, 0))
+    fits = tl.sum(rows) <= max_rows
     if part == 0:
-        store_row_start(row_start_ptr, row_end, E, BLOCK_E)
+        if fits == 0:
+            record(TOO_MANY_ROWS, call, max_rows, tl.sum(rows), call * 0 - 1, page_ptr, heaps_ptr, PAGE, W)
+            tell_host(page_ptr)
+    rows = tl.where(all_met & fits, rows, -1)
+    if part == 0:
+        store_row_start(row_start_ptr, tl.cumsum(rows), L * RANKS, BLOCK_E)
+        for rank in tl.static_range(RANKS):
+            end_ptr = in_heap(tl.load(own_heaps_ptr + rank), ROW_START, tl.int32) + buffer * (E + 1) + E
+            tl.store(live_routes_ptr + rank, tl.load(end_ptr))
 
-    heap = tl.load(heaps_ptr + home)
-    start_ptr = in_heap(heap, ROW_START, tl.int32) + buffer * (E + 1) + expert
-    theirs = tl.load(start_ptr)
-    count = tl.load(start_ptr + 1) - theirs
-    first = tl.sum(tl.where(e < expert, rows, 0)) + earlier
-    tokens_ptr = in_heap(heap, to_token_of_row, tl.int32) + buffer.to(tl.int64) * (max_tokens * K) + theirs
-    slots_ptr = in_heap(heap, to_slot_of_row, tl.int32) + buffer.to(tl.int64) * (max_tokens * K) + theirs
-    for start in range(0, count, BLOCK):
-        r = start + tl.arange(0, BLOCK)
-        token = tl.load(tokens_ptr + r, mask=r < count, other=0)
-        tl.store(token_of_row_ptr + first + r, home * max_tokens + token, mask=r < count)
-        tl.store(slot_of_row_ptr + first + r, tl.load(slots_ptr + r, mask=r < count, other=0), mask=r < count)
+    if all_met & fits:
+        heap = tl.load(heaps_ptr + home)
+        start_ptr = in_heap(heap, ROW_START, tl.int32) + buffer * (E + 1) + first * L + expert
+        theirs = tl.load(start_ptr)
+        count = tl.load(start_ptr + 1) - theirs
+        to_row = tl.sum(tl.where(e < expert, rows, 0)) + earlier
+        tokens_ptr = in_heap(heap, to_token_of_row, tl.int32) + buffer.to(tl.int64) * (max_tokens * K) + theirs
+        slots_ptr = in_heap(heap, to_slot_of_row, tl.int32) + buffer.to(tl.int64) * (max_tokens * K) + theirs
+        for start in range(0, count, BLOCK):
+            r = start + tl.arange(0, BLOCK)
+            token = tl.load(tokens_ptr + r, mask=r < count, other=0)
+            slot = tl.load(slots_ptr + r, mask=r < count, other=0)
+            tl.store(token_of_row_ptr + to_row + r, home * max_tokens + token, mask=r < count)
+            tl.store(slot_of_row_ptr + to_row + r, slot, mask=r < count)
 
-    for start in range(tl.max(row_end) + part * BLOCK, R, parts * BLOCK):
+    for start in range(tl.maximum(tl.sum(rows), 0) + part * BLOCK, max_rows, parts * BLOCK):
         r = start + tl.arange(0, BLOCK)
-        tl.store(token_of_row_ptr + r, -1, mask=r < R)
-        tl.store(slot_of_row_ptr + r, -1, mask=r < R)
+        tl.store(token_of_row_ptr + r, -1, mask=r < max_rows)
+        tl.store(slot_of_row_ptr + r, -1, mask=r < max_rows)
 
 
 # --8<-- [end:kernel]
@@ -444,31 +488,34 @@ def meet(
     memory = memory_for(p, inputs.topk_weights.dtype, parts, x.device)
     layout, at = memory.layout, memory.layout.offsets()
     index = lambda *shape: torch.empty(shape, dtype=torch.int32, device=x.device)
-    plan = Plan(index(p.E + 1), index(p.R), index(p.R), index(p.T, p.K))
+    plan = Plan(*(index(*shape) for shape in p.plan_shapes()))
     tokens_per_rank = p.tokens_per_rank or (p.T,)
     schedule, sizes = None, {}
     if work is not None:
-        schedule = empty_schedule(inputs.topk_ids, p.E, work, tokens_per_rank)
-        sizes, _ = parts_of(tokens_per_rank, p.K, p.E, work)
+        schedule = empty_schedule(x.device, p.R, p.E_here, tokens_per_rank, work)
+        sizes, _ = parts_of(p.R, p.E_here, tokens_per_rank, work)
         sizes["TOKENS"] = sizes.pop("BLOCK_T")
     chunks, blocks, ranked = chunks_and_blocks(inputs.topk_ids[: max(tokens_per_rank)], p.E)
     BLOCK_T, BLOCK_H = (16, 64) if INTERPRETED else (8, 512)
     with shared_words(x.device) as words:
-        meet_kernel[(programs(Resident(per_processor=4)),)](
+        meet_kernel[(programs(Resident(per_processor=4, reserved=p.num_reserved_sms)),)](
             x,
             dy,
             inputs.topk_ids,
             inputs.topk_weights,
             memory.addresses,
+            memory.own,
             memory.token_start,
-            index(layout.W, chunks, blocks["BLOCK_E"]),
+            index(len(tokens_per_rank), chunks, blocks["BLOCK_E"]),
             *plan,
-            index(layout.W),
+            index(len(tokens_per_rank)),
             schedule.table if schedule else None,
             schedule.counters if schedule else None,
             words,
             p.T,
             p.E,
+            memory.first,
+            p.R,
             chunks,
             *(layout.max_tokens, *map(at.get, ("token_of_row", "slot_of_row", "x", "dy", "topk_weights"))),
             *x.stride(),
@@ -478,8 +525,10 @@ def meet(
             CALL=at["call"],
             FLAGS=at["flags"],
             ROWS_ARRIVED=at["rows_arrived"],
+            PAGE=at["page"],
             ROW_START=at["row_start"],
             W=layout.W,
+            RANKS=len(tokens_per_rank),
             H=p.H,
             BLOCK_T=BLOCK_T,
             BLOCK_H=min(BLOCK_H, triton.next_power_of_2(p.H)),

@@ -24,8 +24,8 @@ from .fused_swiglu import add_parts
 from .meet import in_heap
 from .persistent import dact_strip, descriptor, gate_up_strip, slot_gemm_strip, weight_grad_tile
 from .schedule import Schedule
-from .signal import draw, needs_fence, signal, wait, wait_for_rank
-from .tile import narrow, weight_of_route
+from .signal import draw, has_failed, needs_fence, signal, wait, wait_for_ranks
+from .tile import nan_if, narrow, weight_of_route
 from .weights import aligned, readable
 
 DISPATCH = tl.constexpr(KINDS.index("dispatch"))
@@ -65,10 +65,31 @@ def routes_of_block(row, rows, token_of_row_ptr, slot_of_row_ptr, BLOCK_R: tl.co
 
 
 @triton.jit
-def rank_of_tile(ticket, table_ptr, heaps_ptr, token_start_ptr):
+def rank_of_tile(ticket, table_ptr, own_heaps_ptr, token_start_ptr):
     """Of a combine tile's rank: where its heap begins, its first token, and the end of its tokens."""
     rank = tl.load(table_ptr + ticket.to(tl.int64) * 8 + 1)
-    return tl.load(heaps_ptr + rank), tl.load(token_start_ptr + rank), tl.load(token_start_ptr + rank + 1)
+    return tl.load(own_heaps_ptr + rank), tl.load(token_start_ptr + rank), tl.load(token_start_ptr + rank + 1)
+
+
+@triton.jit
+def wait_for_rows(
+    heap,
+    arrivals,
+    heaps_ptr,
+    own_heaps_ptr,
+    CALL: tl.constexpr,
+    ROWS_ARRIVED: tl.constexpr,
+    PAGE: tl.constexpr,
+    W: tl.constexpr,
+):
+    """Wait until so many rows have come to the slots of this heap, whoever sends them. Whether they will never come."""
+    own_heap = tl.load(own_heaps_ptr)
+    call = tl.load(in_heap(own_heap, CALL, tl.int32))
+    page_ptr = in_heap(own_heap, PAGE, tl.int64)
+    one = tl.arange(0, 1)
+    rows_arrived_ptr = in_heap(heap, ROWS_ARRIVED, tl.int32) + one
+    wait_for_ranks(rows_arrived_ptr, arrivals, one == 0, one - 1, call, page_ptr, heaps_ptr, PAGE, W)
+    return has_failed(page_ptr)
 
 
 # --8<-- [end:look_up]
@@ -117,6 +138,7 @@ def combine_tile(
     y_ptr,  # (T, H) written at the tile's tokens
     first_token,
     T,
+    failed,
     stride_t,
     stride_k,
     K: tl.constexpr,
@@ -124,13 +146,14 @@ def combine_tile(
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """The sums over their slots of BLOCK_T tokens."""
+    """The sums over their slots of BLOCK_T tokens; NaN if ranks have failed each other."""
     token = (first_token + tl.arange(0, BLOCK_T)).to(tl.int64)
     for start in range(0, H, BLOCK_H):
         h = start + tl.arange(0, BLOCK_H)
         y = add_slots(
             slots_ptr, topk_weights_ptr, row_of_slot_ptr, token, h, T, stride_t, stride_k, K, H, BLOCK_T, BLOCK_H
         )
+        y = nan_if(failed, y)
         mask = (token < T)[:, None] & (h < H)[None, :]
         tl.store(y_ptr + token[:, None] * H + h[None, :], narrow(y, y_ptr.dtype.element_ty), mask=mask)
 
@@ -155,8 +178,9 @@ def mega_forward_kernel(
     token_of_row_ptr,  # (R,) int32, read
     slot_of_row_ptr,  # (R,) int32, read
     row_of_slot_ptr,  # (T, K) int32, read
-    heaps_ptr,  # (W,) int64, read: where each rank's heap begins; or None on one rank, and then these three
-    token_start_ptr,  # (W+1,) int32, read: where each rank's tokens begin
+    heaps_ptr,  # (W,) int64, read: where each rank's heap begins; or None on one rank, and then those below
+    own_heaps_ptr,  # (ranks here,) int64, read: the same of the ranks of this process
+    token_start_ptr,  # (ranks here + 1,) int32, read: where their tokens begin
     pool_ptr,  # (rows in blocks, H) written in every block that holds rows, and read again
     pool_desc,  # the same
     trace_ptr,  # int64 words, written as clock.py says; or None
@@ -188,6 +212,7 @@ def mega_forward_kernel(
     PULL_H: tl.constexpr,
     CALL: tl.constexpr,
     ROWS_ARRIVED: tl.constexpr,
+    PAGE: tl.constexpr,
     W: tl.constexpr,
     BLOCK_W: tl.constexpr,
     FENCE: tl.constexpr,
@@ -199,6 +224,8 @@ def mega_forward_kernel(
     gate_up   waits for all dispatch tiles of its expert     signals its expert
     down      waits for all gate_up tiles of its expert      signals the rows it has stored, to their home
     combine   waits until the rows of all live routes of its rank are stored
+
+    E: the experts of this process. Ranks that fail each other compute NaN, see symmetric.py.
     """
     clock_in(trace_ptr)
     tickets = tl.load(counters_ptr + 1)
@@ -206,7 +233,7 @@ def mega_forward_kernel(
     gate_up_done_ptr = dispatched_ptr
     if heaps_ptr is not None:
         gate_up_done_ptr = dispatched_ptr + E
-        buffer = tl.load(in_heap(tl.load(heaps_ptr), CALL, tl.int32)) & 1
+        buffer = tl.load(in_heap(tl.load(own_heaps_ptr), CALL, tl.int32)) & 1
     rows_done_ptr = gate_up_done_ptr + 2 * E
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     ticket, following = draw(counters_ptr), draw(counters_ptr)
@@ -300,9 +327,10 @@ def mega_forward_kernel(
                 wait(rows_done_ptr, arrivals, False)
                 end = T
                 its_slots_ptr = slots_ptr
+                failed = False
             else:
-                heap, first_token, end = rank_of_tile(ticket, table_ptr, heaps_ptr, token_start_ptr)
-                wait_for_rank(in_heap(heap, ROWS_ARRIVED, tl.int32), arrivals)
+                heap, first_token, end = rank_of_tile(ticket, table_ptr, own_heaps_ptr, token_start_ptr)
+                failed = wait_for_rows(heap, arrivals, heaps_ptr, own_heaps_ptr, CALL, ROWS_ARRIVED, PAGE, W)
                 its_slots_ptr = in_heap(heap, to_slots, dtype) - first_token.to(tl.int64) * (K * H)
             stamp(trace_ptr, ticket, START)
             combine_tile(
@@ -312,6 +340,7 @@ def mega_forward_kernel(
                 y_ptr,
                 row,
                 end,
+                failed,
                 stride_t,
                 stride_k,
                 K,
@@ -357,7 +386,8 @@ def mega_backward_kernel(
     slot_of_row_ptr,  # (R,) int32, read
     row_of_slot_ptr,  # (T, K) int32, read
     heaps_ptr,  # (W,) int64, read: where each rank's heap begins; or None on one rank, and then those below
-    token_start_ptr,  # (W+1,) int32, read: where each rank's tokens begin
+    own_heaps_ptr,  # (ranks here,) int64, read: the same of the ranks of this process
+    token_start_ptr,  # (ranks here + 1,) int32, read: where their tokens begin
     weight_of_row_ptr,  # (R,) written where a row has an expert, and read again: its route's router weight
     dy_pool_ptr,  # (rows in blocks, H) written in every block that holds rows, and read again
     dy_pool_desc,  # the same, in blocks of BLOCK_R rows
@@ -417,6 +447,7 @@ def mega_backward_kernel(
     NEED_DTOPK_WEIGHTS: tl.constexpr,
     CALL: tl.constexpr,
     ROWS_ARRIVED: tl.constexpr,
+    PAGE: tl.constexpr,
     W: tl.constexpr,
     BLOCK_W: tl.constexpr,
     FENCE: tl.constexpr,
@@ -431,7 +462,8 @@ def mega_backward_kernel(
     dw_down      waits for all dact tiles of its expert
     combine      waits until the rows of all live routes of its rank are stored
 
-    Over ranks rows are counted in the heap of each rank that they are for.
+    Over ranks rows are counted in the heap of each rank that they are for. E: the experts of this process. Ranks that
+    fail each other compute NaN, see symmetric.py.
     """
     clock_in(trace_ptr)
     tickets = tl.load(counters_ptr + 1)
@@ -440,7 +472,7 @@ def mega_backward_kernel(
     dtype: tl.constexpr = dy_ptr.dtype.element_ty
     PARTS: tl.constexpr = (I + DACT_N - 1) // DACT_N
     if heaps_ptr is not None:
-        buffer = tl.load(in_heap(tl.load(heaps_ptr), CALL, tl.int32)) & 1
+        buffer = tl.load(in_heap(tl.load(own_heaps_ptr), CALL, tl.int32)) & 1
     ticket, following = draw(counters_ptr), draw(counters_ptr)
     while ticket < tickets:
         kind, expert, block, row, rows, column, arrivals = look_up(ticket, tickets, table_ptr)
@@ -664,21 +696,30 @@ def mega_backward_kernel(
                 end = T
                 its_slots_ptr = slots_ptr
                 its_parts_ptr = parts_ptr
+                late = False
             else:
-                heap, first_token, end = rank_of_tile(ticket, table_ptr, heaps_ptr, token_start_ptr)
-                wait_for_rank(in_heap(heap, ROWS_ARRIVED, tl.int32), arrivals)
+                heap, first_token, end = rank_of_tile(ticket, table_ptr, own_heaps_ptr, token_start_ptr)
+                late = wait_for_rows(heap, arrivals, heaps_ptr, own_heaps_ptr, CALL, ROWS_ARRIVED, PAGE, W)
                 its_slots_ptr = in_heap(heap, to_slots, dtype) - first_token.to(tl.int64) * (K * H)
                 its_parts_ptr = in_heap(heap, to_dweights, tl.float32) - first_token.to(tl.int64) * (K * PARTS)
             stamp(trace_ptr, ticket, START)
             if NEED_DX:
-                combine_tile(its_slots_ptr, None, row_of_slot_ptr, dx_ptr, row, end, 0, 0, K, H, BLOCK_T, BLOCK_H)
+                combine_tile(its_slots_ptr, None, row_of_slot_ptr, dx_ptr, row, end, late, 0, 0, K, H, BLOCK_T, BLOCK_H)
             if NEED_DTOPK_WEIGHTS:
                 BY_ROUTE: tl.constexpr = heaps_ptr is not None
                 first_route, end_route = row * K, tl.minimum(row + BLOCK_T, end) * K
                 for i in tl.static_range(K):
                     at = first_route + i * BLOCK_T + tl.arange(0, BLOCK_T)
                     add_parts(
-                        its_parts_ptr, row_of_slot_ptr, dtopk_weights_ptr, at, at < end_route, PARTS, BY_ROUTE, BLOCK_T
+                        its_parts_ptr,
+                        row_of_slot_ptr,
+                        dtopk_weights_ptr,
+                        at,
+                        at < end_route,
+                        late,
+                        PARTS,
+                        BY_ROUTE,
+                        BLOCK_T,
                     )
         stamp(trace_ptr, ticket, END)
 
@@ -724,12 +765,12 @@ def mega_forward(
             schedule.table,
             schedule.counters,
             *plan[1:],
-            *(memory.addresses, memory.token_start) if memory else (None, None),
+            *(memory.addresses, memory.own, memory.token_start) if memory else (None, None, None),
             pool,
             descriptor(pool, tiles.BLOCK_R, gate_up.BLOCK_C) if memory else None,
             trace,
             p.T,
-            p.E,
+            p.E_here,
             *offsets_of(memory, "x", "slots"),
             *x.stride(),
             *inputs.topk_weights.stride(),
@@ -817,7 +858,7 @@ def mega_backward(
         schedule.table,
         schedule.counters,
         *plan[1:],
-        *(memory.addresses, memory.token_start) if memory else (None, None),
+        *(memory.addresses, memory.own, memory.token_start) if memory else (None, None, None),
         weight_of_row,
         dy_pool,
         descriptor(dy_pool, tiles.BLOCK_R, dact.BLOCK_C) if memory else None,
@@ -827,7 +868,7 @@ def mega_backward(
         descriptor(x_pool, dw_gate_up.BLOCK_R, dw_gate_up.BLOCK_N) if memory and need.dw_gate_up else None,
         trace,
         p.T,
-        p.E,
+        p.E_here,
         *offsets_of(memory, "x", "dy", "topk_weights", "slots", "dweights"),
         *dy.stride(),
         *x.stride(),
@@ -871,7 +912,7 @@ def mega_backward(
 
 def blocks_bound(problem: Problem, tiles: Mega) -> int:
     """The most blocks of rows that any routing takes: every expert may leave its last one unfilled."""
-    return problem.R // tiles.BLOCK_R + problem.E
+    return problem.R // tiles.BLOCK_R + problem.E_here
 
 
 def parts_of_weight(problem: Problem, tiles: Mega) -> int:
@@ -894,6 +935,7 @@ def exchange_of(memory: Memory | None, tiles: Mega) -> dict[str, int]:
     return dict(
         CALL=at.get("call", 0),
         ROWS_ARRIVED=at.get("rows_arrived", 0),
+        PAGE=at.get("page", 0),
         W=W,
         BLOCK_W=triton.next_power_of_2(W),
         BLOCK_T=tiles.combine.BLOCK_R,

@@ -456,7 +456,8 @@ def weight_grad_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """A tile of one expert's weight gradient, summed over its rows in order; without rows it is zeros.
+    """A tile of one expert's weight gradient, summed over its rows in order; without rows it is zeros. Fewer rows than
+    none stand for rows that should have come and did not: then it is NaN.
 
     The rows that pad the last step are zeros in a, and the expert's last token here: no other expert's token, whose NaN
     would reach this gradient as 0 * NaN.
@@ -484,6 +485,8 @@ def weight_grad_tile(
             a = a_desc.load([first_row + start, first_m])
             b = rows_desc.load([first_row + start, tile % n_blocks * BLOCK_N])
             acc = dot(a.T, b, acc)
+    if rows < 0:
+        acc = tl.full((BLOCK_M, BLOCK_N), float("nan"), tl.float32)
 
     m = first_m + tl.arange(0, BLOCK_M)
     mask = (m < M)[:, None] & (n < N)[None, :]

@@ -2,7 +2,8 @@
 
 A tile's place in the table is the number of tiles before it. To count them needs no list: before it stand whole phases
 of some groups, its phase's tiles of lower experts, and those of its own expert. So a place is a few sums over experts,
-and any program can put any tile into its place.
+and any program can put any tile into its place. Where the phases of a turn are mixed, before it stand whole turns and
+a share of each phase of its own.
 
 Forward needs a plan too, and both come from one launch, whose programs draw tickets in this order: count the routes of
 each chunk; when all are counted, place the routes of each chunk (see plan.py); when row_start is written, write each
@@ -12,7 +13,7 @@ programs.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from ..schedule import COLUMNS, COMBINE, KINDS, Phase, Work, most_tiles, number_of_counters, with_dispatch
 from ..shapes import Need, Plan, Problem
+from ..symmetric import is_capturing, kept
 from .blocks import Mega, Resident, Strips, WeightGrad, programs, routes
 from .plan import begin_chunk, chunks_and_blocks, count_chunk, empty_plan, place_chunk, store_row_start
 from .signal import draw, leave, signal, wait
@@ -60,6 +62,12 @@ def sum_below(bound, of_expert, key):
 
 
 @triton.jit
+def sum_at(bound, of_expert, key):
+    """The same over all experts whose key is the bound."""
+    return tl.sum(tl.where(key[None, :] == bound[:, None], of_expert[None, :], 0), 1)
+
+
+@triton.jit
 def value_of(expert, of_expert, BLOCK_E: tl.constexpr):
     """of_expert[expert] for each of N experts, 0 beyond the last: expert (N,), of_expert (BLOCK_E,) -> (N,)."""
     return tl.sum(tl.where(tl.arange(0, BLOCK_E)[None, :] == expert[:, None], of_expert[None, :], 0), 1)
@@ -72,6 +80,29 @@ def turn_of(expert, L, W: tl.constexpr, GROUP: tl.constexpr):
     group = local // GROUP
     size = tl.minimum(GROUP, L - group * GROUP)  # the last group may be smaller
     return group, group * (GROUP * W) + rank * size + local % GROUP
+
+
+@triton.jit
+def mixed_place(tile, p: tl.constexpr, group, blocks, group_of, STRIPS_OF_PHASE: tl.constexpr):
+    """Where a tile of phase p stands if the phases of a turn are mixed: all of earlier turns are before it, and of its
+    own turn a share of each phase. tile: (N, M), its number in its phase; group: (N,), its expert's.
+
+    Let it be number i of the n tiles that its phase has in this turn. Of the m tiles of phase q those are before it for
+    which (j + 1/2) / m < (i + 1/2) / n, and if q < p the one at the same place. Of its own phase that makes i.
+
+    Example: i = 2, n = 4, m = 2: it is 5/8 of the way, the others 1/4 and 3/4, so one is before it.
+    """
+    i = (tile - (sum_below(group, blocks, group_of) * STRIPS_OF_PHASE[p])[:, None]).to(tl.int64)
+    n = tl.maximum(sum_at(group, blocks, group_of) * STRIPS_OF_PHASE[p], 1).to(tl.int64)[:, None]
+    place = tl.zeros_like(tile)
+    for q in range(len(STRIPS_OF_PHASE)):  # a loop: written out for each phase of each, it takes twice the registers
+        strips = q * 0
+        for phase in tl.static_range(len(STRIPS_OF_PHASE)):
+            strips = tl.where(q == phase, STRIPS_OF_PHASE[phase], strips)
+        m = (sum_at(group + p - q, blocks, group_of) * strips)[:, None]
+        share = ((2 * i + 1) * m + n - tl.where(q < p, 0, 1)) // (2 * n)
+        place += (sum_below(group + p - q, blocks, group_of) * strips)[:, None] + share.to(tl.int32)
+    return place
 
 
 @triton.jit
@@ -90,13 +121,12 @@ def write_part(
     part,
     row_start_ptr,
     token_start_ptr,  # (W+1,) where each rank's tokens begin; or None on one rank
-    live_routes_ptr,  # (W,) of each rank; or None on one rank
+    live_routes_ptr,  # (W,) of each rank; or None on one rank, all of whose rows are its own
     table_ptr,
     counters_ptr,
-    R,
+    T,
     E,
     W: tl.constexpr,
-    K: tl.constexpr,
     KIND_OF_PHASE: tl.constexpr,
     STRIPS_OF_PHASE: tl.constexpr,
     KIND_OF_GRAD: tl.constexpr,
@@ -107,6 +137,7 @@ def write_part(
     BLOCK_T: tl.constexpr,
     GROUP: tl.constexpr,
     AHEAD: tl.constexpr,
+    MIXED: tl.constexpr,
     PART: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -136,16 +167,20 @@ def write_part(
     over_rows = 0
     for p in tl.static_range(PHASES):
         # Before it: of its own phase all blocks of experts with an earlier turn, and lower ones of its own; of phase q
-        # all groups of earlier steps, and that of its own step if q < p.
+        # all groups of earlier steps, and that of its own step if q < p. If phases are mixed, see there.
         before = (sum_below(turn, blocks, turn_of_expert) + block_in_expert) * STRIPS_OF_PHASE[p]
-        for q in tl.static_range(PHASES):
-            if q != p:
-                before += sum_below(group + (p - q + (q < p)), blocks, group_of) * STRIPS_OF_PHASE[q]
+        if not MIXED:
+            for q in tl.static_range(PHASES):
+                if q != p:
+                    before += sum_below(group + (p - q + (q < p)), blocks, group_of) * STRIPS_OF_PHASE[q]
         arrivals = blocks_of_expert * (STRIPS_OF_PHASE[p - 1] if p > 0 else 0)
         for first in range(0, STRIPS_OF_PHASE[p], COLUMNS):
+            place = before[:, None] + first + column
+            if MIXED:
+                place = mixed_place(place, p, group, blocks, group_of, STRIPS_OF_PHASE)
             store_tiles(
                 table_ptr,
-                before[:, None] + first + column,
+                place,
                 (number < all_blocks)[:, None] & (first + column < STRIPS_OF_PHASE[p]),
                 KIND_OF_PHASE[p],
                 (expert // L)[:, None],
@@ -162,7 +197,7 @@ def write_part(
     grads = 0
     for w in tl.static_range(len(TILES_OF_GRAD)):
         grads += E * TILES_OF_GRAD[w]
-    combines = combine_tiles(R, token_start_ptr, W, K, COMBINE_KIND, BLOCK_T)
+    combines = combine_tiles(T, token_start_ptr, W, COMBINE_KIND, BLOCK_T)
     ahead = tl.minimum(grads, AHEAD)
     step = tl.maximum((grads - ahead) // tl.maximum(combines, 1), 1)
 
@@ -195,8 +230,8 @@ def write_part(
 
     if COMBINE_KIND is not None:
         rank = tl.zeros_like(number)
-        token, end, live_routes = number * BLOCK_T, tl.zeros_like(number) + R // K, tl.zeros_like(number) + tl.sum(rows)
-        if W > 1:
+        token, end, live_routes = number * BLOCK_T, tl.zeros_like(number) + T, tl.zeros_like(number) + tl.sum(rows)
+        if token_start_ptr is not None:
             first_tile = 0
             for other in tl.static_range(W):
                 start_of, end_of = tl.load(token_start_ptr + other), tl.load(token_start_ptr + other + 1)
@@ -229,14 +264,12 @@ def write_part(
 
 
 @triton.jit
-def combine_tiles(
-    R, token_start_ptr, W: tl.constexpr, K: tl.constexpr, COMBINE_KIND: tl.constexpr, BLOCK_T: tl.constexpr
-):
+def combine_tiles(T, token_start_ptr, W: tl.constexpr, COMBINE_KIND: tl.constexpr, BLOCK_T: tl.constexpr):
     """How many combine tiles there are."""
-    tiles = R * 0
+    tiles = T * 0
     if COMBINE_KIND is not None:
         if W == 1:
-            tiles = tl.cdiv(R // K, BLOCK_T)
+            tiles = tl.cdiv(T, BLOCK_T)
         else:
             for rank in tl.static_range(W):
                 tokens = tl.load(token_start_ptr + rank + 1) - tl.load(token_start_ptr + rank)
@@ -278,6 +311,7 @@ def plan_and_schedule_kernel(
     BLOCK_T: tl.constexpr,
     GROUP: tl.constexpr,
     AHEAD: tl.constexpr,
+    MIXED: tl.constexpr,
     PART: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -292,7 +326,7 @@ def plan_and_schedule_kernel(
     """
     ticket_ptr, counted_ptr, row_start_written_ptr, left_ptr = words_ptr, words_ptr + 1, words_ptr + 2, words_ptr + 3
     chunks = tl.minimum(tl.maximum(tl.cdiv(R, BLOCK), 1), MOST_CHUNKS)
-    most_blocks = tl.maximum(R // BLOCK_R + E, combine_tiles(R, None, 1, K, COMBINE_KIND, BLOCK_T))
+    most_blocks = tl.maximum(R // BLOCK_R + E, combine_tiles(R // K, None, 1, COMBINE_KIND, BLOCK_T))
     tickets = 2 * chunks + tl.cdiv(most_blocks, PART)
     ticket = draw(ticket_ptr)
     while ticket < tickets:
@@ -333,10 +367,9 @@ def plan_and_schedule_kernel(
                 None,
                 table_ptr,
                 counters_ptr,
-                R,
+                R // K,
                 E,
                 1,
-                K,
                 KIND_OF_PHASE,
                 STRIPS_OF_PHASE,
                 KIND_OF_GRAD,
@@ -347,6 +380,7 @@ def plan_and_schedule_kernel(
                 BLOCK_T,
                 GROUP,
                 AHEAD,
+                MIXED,
                 PART,
                 COLUMNS,
                 BLOCK_E,
@@ -357,14 +391,13 @@ def plan_and_schedule_kernel(
         tl.store(words_ptr + tl.arange(0, 4), 0)
 
 
-@triton.jit(do_not_specialize=["R", "E"])
+@triton.jit(do_not_specialize=["T", "E"])
 def schedule_kernel(
     row_start_ptr,  # (E+1,) int32, read
     table_ptr,  # (most tiles, 8) int32, written as far as there are tiles
     counters_ptr,  # (2 + counters,) int32, written
-    R,
+    T,
     E,
-    K: tl.constexpr,
     KIND_OF_PHASE: tl.constexpr,  # a tuple, as the next three
     STRIPS_OF_PHASE: tl.constexpr,
     KIND_OF_GRAD: tl.constexpr,
@@ -375,6 +408,7 @@ def schedule_kernel(
     BLOCK_T: tl.constexpr,
     GROUP: tl.constexpr,
     AHEAD: tl.constexpr,
+    MIXED: tl.constexpr,
     PART: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -390,10 +424,9 @@ def schedule_kernel(
         None,
         table_ptr,
         counters_ptr,
-        R,
+        T,
         E,
         1,
-        K,
         KIND_OF_PHASE,
         STRIPS_OF_PHASE,
         KIND_OF_GRAD,
@@ -404,6 +437,7 @@ def schedule_kernel(
         BLOCK_T,
         GROUP,
         AHEAD,
+        MIXED,
         PART,
         COLUMNS,
         BLOCK_E,
@@ -419,10 +453,10 @@ def plan_and_schedule(topk_ids: Tensor, num_experts: int, work: Work) -> tuple[P
     Every id outside 0 .. num_experts-1 is a masked route.
     """
     T, K = topk_ids.shape
-    plan, made = empty_plan(topk_ids, num_experts), empty_schedule(topk_ids, num_experts, work, (T,))
+    plan, made = empty_plan(topk_ids, num_experts), empty_schedule(topk_ids.device, T * K, num_experts, (T,), work)
     chunks, blocks, ranked = chunks_and_blocks(topk_ids, num_experts)
     count = topk_ids.new_empty(chunks, blocks["BLOCK_E"], dtype=torch.int32)
-    sizes, parts = parts_of((T,), K, num_experts, work)
+    sizes, parts = parts_of(T * K, num_experts, (T,), work)
     tickets = 2 * chunks + parts
     with shared_words(topk_ids.device) as words:
         plan_and_schedule_kernel[(min(tickets, programs(Resident(per_processor=4))),)](
@@ -446,15 +480,14 @@ def plan_and_schedule(topk_ids: Tensor, num_experts: int, work: Work) -> tuple[P
 def schedule(plan: Plan, work: Work) -> Schedule:
     """The schedule of `work` on a plan that is there already, in one launch."""
     (T, K), E = plan.row_of_slot.shape, len(plan.row_start) - 1
-    made = empty_schedule(plan.row_of_slot, E, work, (T,))
-    sizes, parts = parts_of((T,), K, E, work)
+    made = empty_schedule(plan.row_of_slot.device, T * K, E, (T,), work)
+    sizes, parts = parts_of(T * K, E, (T,), work)
     schedule_kernel[(parts,)](
         plan.row_start,
         made.table,
         made.counters,
-        T * K,
+        T,
         E,
-        K=K,
         BLOCK_E=triton.next_power_of_2(E),
         num_warps=routes().num_warps,
         **sizes,
@@ -462,16 +495,16 @@ def schedule(plan: Plan, work: Work) -> Schedule:
     return made
 
 
-def empty_schedule(routes: Tensor, num_experts: int, work: Work, tokens_per_rank: tuple[int, ...]) -> Schedule:
-    """Memory for the schedule of a plan. routes: (T, K), on the device where it shall be."""
-    index = lambda *shape: torch.empty(shape, dtype=torch.int32, device=routes.device)
-    tiles = most_tiles(routes.numel(), num_experts, tokens_per_rank, work)
-    counters = number_of_counters(num_experts, len(tokens_per_rank), work)
+def empty_schedule(device: torch.device, R: int, E: int, tokens_per_rank: tuple[int, ...], work: Work) -> Schedule:
+    """Memory for the schedule of a plan: of R rows at most, of E experts, and of the tokens of the ranks here."""
+    index = lambda *shape: torch.empty(shape, dtype=torch.int32, device=device)
+    tiles = most_tiles(R, E, tokens_per_rank, work)
+    counters = number_of_counters(E, len(tokens_per_rank), work)
     return Schedule(index(tiles, len(COLUMNS)), index(FIRST_COUNTER.value + counters), work)
 
 
-def parts_of(tokens_per_rank: tuple[int, ...], K: int, E: int, work: Work) -> tuple[dict[str, object], int]:
-    """The kernels' constants for this work, and how many parts the schedule is written in."""
+def parts_of(R: int, E: int, tokens_per_rank: tuple[int, ...], work: Work) -> tuple[dict[str, object], int]:
+    """The kernels' constants for this work, and how many parts the schedule is written in. See `empty_schedule`."""
     PART, columns = (32, 64) if INTERPRETED else (4, 16)
     sizes = dict(
         KIND_OF_PHASE=tuple(phase.kind for phase in work.phases),
@@ -484,11 +517,12 @@ def parts_of(tokens_per_rank: tuple[int, ...], K: int, E: int, work: Work) -> tu
         BLOCK_T=work.BLOCK_T,
         GROUP=work.group,
         AHEAD=work.ahead,
+        MIXED=work.mixed,
         PART=PART,
         COLUMNS=columns,
     )
     combines = sum(triton.cdiv(T, work.BLOCK_T) for T in tokens_per_rank) if work.combine else 0
-    most_blocks = max(sum(tokens_per_rank) * K // work.BLOCK_R + E, combines)
+    most_blocks = max(R // work.BLOCK_R + E, combines)
     return sizes, triton.cdiv(most_blocks, PART)
 
 
@@ -500,12 +534,12 @@ def shared_words(device: torch.device) -> Iterator[Tensor]:
     own: it may be replayed on any stream, beside launches of the one it was captured on.
     """
     zeros = lambda: torch.zeros(WORDS, dtype=torch.int32, device=device)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_capturing(device):
         yield zeros()
         return
     key = (device, torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else (device.type,)
     words = KEPT.pop(key, None)
-    words = zeros() if words is None else words
+    words = kept(zeros, device) if words is None else words
     yield words
     KEPT[key] = words
 
@@ -514,7 +548,7 @@ def forward_work(problem: Problem, tiles: Mega) -> Work:
     """What forward does: over heaps dispatch, then gate_up with SwiGLU, down, combine."""
     phases = (strips("gate_up", problem.I, tiles.gate_up), strips("down", problem.H, tiles.down))
     work = Work(tiles.BLOCK_R, phases, (), 0, True, tiles.combine.BLOCK_R, tiles.group, tiles.ahead)
-    return with_dispatch(work) if problem.tokens_per_rank else work
+    return over_ranks(work, problem, tiles) if problem.tokens_per_rank else work
 
 
 def backward_work(problem: Problem, tiles: Mega, need: Need, recompute: bool) -> Work:
@@ -540,7 +574,16 @@ def backward_work(problem: Problem, tiles: Mega, need: Need, recompute: bool) ->
         tiles.group,
         tiles.ahead,
     )
-    return with_dispatch(work) if problem.tokens_per_rank else work
+    return over_ranks(work, problem, tiles) if problem.tokens_per_rank else work
+
+
+def over_ranks(work: Work, problem: Problem, tiles: Mega) -> Work:
+    """The same work where rows come through heaps. If they come from other ranks, groups are small, and two at least,
+    so that rows of one travel while those of the other are multiplied."""
+    if problem.W == 1:
+        return with_dispatch(work)
+    L = problem.E // problem.W
+    return replace(with_dispatch(work), group=min(tiles.group_over_ranks, max(L // 2, 1)))
 
 
 def strips(kind: str, N: int, tile: Strips) -> Phase:

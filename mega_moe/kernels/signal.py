@@ -10,11 +10,23 @@ import triton
 import triton.language as tl
 from triton.language.target_info import is_hip
 
+from .. import symmetric
 from .blocks import target
 from .tile import INTERPRETED
 
 MOST_POLLS = tl.constexpr(100_000)
-"""How often a wait looks at its counter in the interpreter before it gives up: about ten seconds."""
+"""How often a wait looks at its counter in the interpreter before it gives up: some minutes."""
+
+POLLS_A_GLANCE = tl.constexpr(1 if INTERPRETED else 64)
+"""How often a wait for other ranks looks at its counters before it glances at the error page and the clock."""
+
+# Words of an error page, and what may stand in its first; see symmetric.py.
+STATE, RANK, CALL = tl.constexpr(symmetric.STATE), tl.constexpr(symmetric.RANK), tl.constexpr(symmetric.CALL)
+SHOWN, EXPECTED = tl.constexpr(symmetric.SHOWN), tl.constexpr(symmetric.EXPECTED)
+WAITED_FOR, CLAIMED = tl.constexpr(symmetric.WAITED_FOR), tl.constexpr(symmetric.CLAIMED)
+LIMIT, MIRROR = tl.constexpr(symmetric.LIMIT), tl.constexpr(symmetric.MIRROR)
+PAGE_WORDS = tl.constexpr(symmetric.PAGE_WORDS)
+TIMED_OUT, TOO_MANY_ROWS = tl.constexpr(symmetric.TIMED_OUT), tl.constexpr(symmetric.TOO_MANY_ROWS)
 
 
 def needs_fence() -> bool:
@@ -122,32 +134,100 @@ def arrive(counter_ptrs, values, mask):
 
 
 @triton.jit
-def wait_for_ranks(counter_ptrs, arrivals, mask):
-    """Return when each of these counters shows this many arrivals. They may have passed 2^31 and wrapped: what is
-    compared is the difference.
+def wait_for_ranks(
+    counter_ptrs, arrivals, mask, waited_for, call, page_ptr, heaps_ptr, PAGE: tl.constexpr, W: tl.constexpr
+):
+    """Return when each of these counters shows this many arrivals; or when the error page says that they will not come.
+    Counters may have passed 2^31 and wrapped: what is compared is the difference.
 
     Waits for: `arrive`s of other ranks, or of this launch with earlier tickets. Memory order: that of `wait`, at sys
     scope.
+
+    Who has waited for the page's LIMIT writes into the pages of all ranks what it waited for, and all end their waits.
+    After this call, `has_failed(page_ptr)` tells. waited_for: of each counter the rank that adds to it, or -1. In the
+    interpreter the clock counts looks.
     """
     late = 1
     polls = 0
+    begun = tl.cast(0, tl.int64)
     while late > 0:
         shown = tl.atomic_add(counter_ptrs, 0, mask=mask, sem="acquire", scope="sys")
-        late = tl.sum((mask & (shown - arrivals < 0)).to(tl.int32))
-        if INTERPRETED:
-            polls += 1
-            tl.static_assert(polls < MOST_POLLS, "a wait is not over, and nobody is left to arrive")
+        missing = mask & (shown - arrivals < 0)
+        late = tl.sum(missing.to(tl.int32))
+        polls += 1
+        if late > 0:
+            if polls % POLLS_A_GLANCE == 0:
+                now = tl.cast(polls, tl.int64)
+                limit = tl.load(page_ptr + LIMIT)
+                if INTERPRETED:
+                    limit = tl.where(limit > 0, tl.minimum(limit, MOST_POLLS), MOST_POLLS)
+                else:
+                    now = global_timer()
+                begun = tl.where(begun == 0, now, begun)
+                if (limit > 0) & (now - begun >= limit):
+                    first = tl.min(tl.where(missing, waited_for, W))
+                    its = missing & (waited_for == first)
+                    found, expected = tl.sum(tl.where(its, shown, 0)), tl.sum(tl.where(its, arrivals, 0))
+                    record(TIMED_OUT, call, found, expected, first, page_ptr, heaps_ptr, PAGE, W)
+                if has_failed(page_ptr):
+                    tell_host(page_ptr)
+                    late = 0
     tl.debug_barrier()
 
 
 @triton.jit
-def wait_for_rank(counter_ptr, arrivals):
-    """Return when this counter shows so many arrivals: `wait_for_ranks` for one of them."""
-    one = tl.arange(0, 1)
-    wait_for_ranks(counter_ptr + one, arrivals, one == 0)
+def has_failed(page_ptr):
+    """Whether something stands in this error page."""
+    return tl.load(page_ptr + STATE, volatile=True) != 0
+
+
+@triton.jit
+def record(STATE_NOW: tl.constexpr, call, shown, expected, waited_for, page_ptr, heaps_ptr, PAGE, W: tl.constexpr):
+    """Write into the error pages of all ranks what has happened here. In each page the first to claim it writes."""
+    own = tl.load(page_ptr + RANK)
+    for rank in tl.static_range(W):
+        its_page_ptr = (tl.load(heaps_ptr + rank) + PAGE).to(tl.pointer_type(tl.int64))
+        if tl.atomic_add(its_page_ptr + CLAIMED, 1, sem="acq_rel", scope="sys") == 0:
+            tl.store(its_page_ptr + RANK, own)
+            tl.store(its_page_ptr + CALL, call.to(tl.int64))
+            tl.store(its_page_ptr + SHOWN, shown.to(tl.int64))
+            tl.store(its_page_ptr + EXPECTED, expected.to(tl.int64))
+            tl.store(its_page_ptr + WAITED_FOR, waited_for.to(tl.int64))
+            finish_stores()
+            tl.debug_barrier()
+            tl.atomic_xchg(its_page_ptr + STATE, STATE_NOW, sem="release", scope="sys")
+    tl.debug_barrier()
+
+
+@triton.jit
+def tell_host(page_ptr):
+    """Copy this rank's error page to where the host looks at it, its first word last."""
+    mirror = tl.load(page_ptr + MIRROR)
+    if mirror != 0:
+        state = tl.atomic_add(page_ptr + STATE, 0, sem="acquire", scope="sys")
+        tl.debug_barrier()
+        mirror_ptr = mirror.to(tl.pointer_type(tl.int64))
+        word = tl.arange(0, PAGE_WORDS)
+        tl.store(mirror_ptr + word, tl.load(page_ptr + word, mask=word > 0, other=0, volatile=True), mask=word > 0)
+        tl.debug_barrier()
+        tl.atomic_add(page_ptr + MIRROR, 0, sem="release", scope="sys")  # what is stored above comes first
+        tl.store(mirror_ptr, state)
 
 
 # --8<-- [end:ranks]
+
+
+@triton.jit
+def global_timer():
+    """Nanoseconds, the same on all processors, in jumps of about a microsecond."""
+    if is_hip():
+        return (
+            tl.inline_asm_elementwise(  # counts hundreds of nanoseconds, at 100 MHz
+                "s_memrealtime $0\ns_waitcnt lgkmcnt(0)", "=s", [], dtype=tl.int64, is_pure=False, pack=1
+            )
+            * 10
+        )
+    return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
 
 
 @triton.jit

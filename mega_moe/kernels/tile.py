@@ -40,6 +40,12 @@ def narrow(value, dtype: tl.constexpr):
     return value.to(dtype)
 
 
+@triton.jit
+def nan_if(failed, values):
+    """The values; or NaN, where what they are made of did not come: nobody shall go on with it. False costs nothing."""
+    return tl.where(failed, tl.cast(float("nan"), tl.float32).to(values.dtype), values)
+
+
 # --8<-- [start:rows_of_block]
 @triton.jit
 def rows_of_block(block, row_start_ptr, E, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr):

@@ -68,8 +68,8 @@ def gate_up(
 
 
 def why_not(problem: Problem) -> str | None:
-    """None: any sizes, on any GPU that Triton compiles for."""
-    return None
+    """Any sizes, on any GPU that Triton compiles for; but some processors must be left to work on."""
+    return blocks.why_not(problem)
 
 
 def note(problem: Problem) -> str | None:

@@ -1,55 +1,51 @@
 """ranks: experts are split over ranks, and rows travel to them and back.
 
-New since persistent: each rank holds some tokens and some experts. Before the products rows are pulled from the heaps
-of the ranks that hold their tokens, and after them pushed into slots of these; what is between is persistent, on rows
-that are tokens of their own. Exchange and products are launches apart: while rows travel, no matrix unit works.
+New since persistent: each rank holds some tokens and some experts. Before the products rows are pulled from the ranks
+that hold their tokens, and after them pushed back; what is between is persistent, on rows that are tokens of their own.
+Rows travel through heaps where ranks reach each other's memory, and elsewhere by all_to_all. Exchange and products are
+launches apart: while rows travel, no matrix unit works.
 """
 
 from torch import Tensor
 
 from ..kernels import blocks
-from ..kernels.exchange import as_tokens, combine_slots, pull, push
-from ..kernels.meet import meet
+from ..kernels.exchange import meet_peers
 from ..kernels.persistent import dact_swiglu, down, dx_slots, gate_up_swiglu, weight_grad
 from ..kernels.tile_table import tile_table
 from ..kernels.weights import readable
 from ..shapes import Grads, Inputs, Need, Problem, Saved
 
 # step        forward                     backward
-# dispatch    meet, pull                  push, combine_slots
+# dispatch    meet_peers, pull            combine_gradients
 # gate_up     gate_up_swiglu              dx_slots, weight_grad
 # swiglu      gate_up_swiglu              dact_swiglu
 # down        down                        dact_swiglu, weight_grad
-# combine     push, combine_slots         meet, pull
+# combine     combine                     meet_peers, pull
 
 
 def forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Saved]:
     """y (T, H), and what backward needs."""
-    memory, plan, _ = meet(problem, inputs)
-    rows, _ = pull("x", False, problem, memory, plan)
-    own = as_tokens(plan)
-    table = tile_table(own, blocks.persistent_for(problem))
+    peers = meet_peers(problem, inputs)
+    rows, _ = peers.pull("x")
+    table = tile_table(peers.own, blocks.persistent_for(problem))
     w_gate_up, limit = readable(inputs.w_gate_up), problem.swiglu_limit
-    pre, act = gate_up_swiglu(rows, w_gate_up, own, table, limit, problem.save == "pre", True)
+    pre, act = gate_up_swiglu(rows, w_gate_up, peers.own, table, limit, problem.save == "pre", True)
     del rows
-    out = down(act, readable(inputs.w_down), own, table)
-    push(out, None, problem, memory, plan)
-    y = inputs.x.new_empty(problem.T, problem.H)
-    combine_slots(y, None, inputs.topk_weights, problem, memory, plan)
-    return y, Saved(plan, pre)
+    out = down(act, readable(inputs.w_down), peers.own, table)
+    return peers.combine(out), Saved(peers.plan, pre)
 
 
 def backward(problem: Problem, inputs: Inputs, saved: Saved, dy: Tensor, need: Need) -> Grads:
     """The needed gradients; dact carries no router weight (see reference/backward.py)."""
     plan, pre = saved
-    memory, *_ = meet(problem, inputs, dy)  # the plan is the one saved: the same routes make the same rows
-    own = as_tokens(plan)
+    peers = meet_peers(problem, inputs, dy, plan)
+    own = peers.own
     table = tile_table(own, blocks.persistent_for(problem))
     w_gate_up, limit = readable(inputs.w_gate_up), problem.swiglu_limit
-    dx = dtopk_weights = dw_gate_up = dw_down = None
+    dw_gate_up = dw_down = None
 
-    dy_rows, weight_of_row = pull("dy", True, problem, memory, plan)
-    rows = pull("x", False, problem, memory, plan)[0] if pre is None or need.dw_gate_up else None
+    dy_rows, weight_of_row = peers.pull("dy", weights=True)
+    rows = peers.pull("x")[0] if pre is None or need.dw_gate_up else None
     if pre is None:
         pre, _ = gate_up_swiglu(rows, w_gate_up, own, table, limit, True, False)
     dpre, weighted_act, dweight_of_row = dact_swiglu(
@@ -57,11 +53,7 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dy: Tensor, need: N
     )
     del pre
     drows = dx_slots(dpre, w_gate_up, own, table) if need.dx else None
-    if need.dx or need.dtopk_weights:
-        push(drows, dweight_of_row, problem, memory, plan)
-        dx = inputs.x.new_empty(problem.T, problem.H) if need.dx else None
-        dtopk_weights = inputs.topk_weights.new_empty(problem.T, problem.K) if need.dtopk_weights else None
-        combine_slots(dx, dtopk_weights, None, problem, memory, plan)
+    dx, dtopk_weights = peers.combine_gradients(drows, dweight_of_row)
     del drows
     if need.dw_gate_up:
         dw_gate_up = inputs.w_gate_up.new_empty(inputs.w_gate_up.shape)
@@ -73,8 +65,11 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dy: Tensor, need: N
 
 
 def why_not(problem: Problem) -> str | None:
-    """None: any sizes, on any GPU that Triton compiles for."""
-    return None
+    """Any sizes, on any GPU that Triton compiles for; but some processors must be left to work on, and by all_to_all
+    pre cannot be kept."""
+    if problem.by_all_to_all and problem.save == "pre":
+        return 'all_to_all counts rows while it runs, so nothing can be laid out to keep pre in: use save="inputs".'
+    return blocks.why_not(problem)
 
 
 def note(problem: Problem) -> str | None:

@@ -47,8 +47,11 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dy: Tensor, need: N
 
 
 def why_not(problem: Problem) -> str | None:
-    """None: any sizes, on any GPU that Triton compiles for."""
-    return None
+    """Any sizes, on any GPU that Triton compiles for; but some processors must be left to work on, and rows must go
+    through heaps."""
+    if problem.by_all_to_all:
+        return 'stage "mega" exchanges rows inside its launch, through heaps: with heap="all_to_all" use stage="ranks".'
+    return blocks.why_not(problem)
 
 
 def note(problem: Problem) -> str | None:

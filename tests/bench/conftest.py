@@ -1,7 +1,8 @@
 """`pytest tests/bench` measures; `pytest` alone does not come here. Each shape is measured once, and then reported row
 by row to pytest-benchmark, in groups that compare the contestants of one shape and one direction.
 
-Only what is selected is run: `-k "grouped or cublas"` leaves the others out, and their compilation with them.
+Only what is selected is run: `-k "grouped or cublas"` leaves the others out, and their compilation with them. Where a
+name begins another one, so does the direction behind it: `-k "torch-forward or torch-backward"` is not torch-compiled.
 """
 
 import math
@@ -129,6 +130,7 @@ def report(request, benchmark, problem, machine) -> Callable:
             **facts,
             **rates(direction, measurement, ceiling, problem.device),
             "peak_bytes": measurement.peak_bytes.get(direction),
+            "heap_bytes": measurement.heap_bytes,
             "errors": finite(measurement.errors),
             "shares_of_budget": finite(measurement.shares),
             "machine": machine,

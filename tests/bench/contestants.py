@@ -6,16 +6,20 @@ weights out as it wants them, and its gradients as ours, is not. Other libraries
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
+from cases import DEVICE
 from torch import Tensor
 
-from mega_moe import LADDER, Problem, moe
+from mega_moe import LADDER, LocalHeaps, Problem, moe
 from mega_moe.shapes import Grads, Inputs
+from mega_moe.symmetric import shares
+
+RANKS = {"cuda": 8, "cpu": 2}[DEVICE]  # of those over ranks: a node's, or as few as there can be
 
 
 @dataclass(frozen=True)
@@ -25,11 +29,13 @@ class Runner:
     forward: Callable[[], Tensor]  # y, with everything that backward needs
     backward: Callable[[Tensor], tuple[Tensor, ...]]  # from what forward returned, all gradients
     as_grads: Callable[..., Grads] | None = Grads  # the gradients in the shapes of the inputs; None: not this layer's
+    heap_bytes: int = 0  # what the heaps of its ranks take, from its first call on; on a GPU
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """`name` is for the command line, `label` for tables; `kind` is "rung", "peer" or "ceiling"."""
+    """`name` is for the command line, `label` for tables; `kind` is "rung", "peer" or "ceiling"; `ranks` share the
+    tokens and the experts, all of them in this process."""
 
     name: str
     label: str
@@ -37,6 +43,7 @@ class Contestant:
     start: Callable[[Problem, Inputs, Tensor], Runner]
     why_not: Callable[[Problem], str | None] = lambda problem: None
     needs_triton: bool = False
+    ranks: int = 1
 
 
 def differentiate(call: Callable[..., Tensor], leaves: list[Tensor], dy: Tensor, as_grads=Grads) -> Runner:
@@ -45,14 +52,26 @@ def differentiate(call: Callable[..., Tensor], leaves: list[Tensor], dy: Tensor,
     return Runner(lambda: call(*leaves), lambda y: torch.autograd.grad(y, leaves, dy), as_grads)
 
 
-def rung(stage: str, problem: Problem, inputs: Inputs, dy: Tensor) -> Runner:
+def rung(stage: str, problem: Problem, inputs: Inputs, dy: Tensor, **options) -> Runner:
     """A rung, through the public function that users call."""
     i = inputs
 
     def call(x, topk_weights, w_gate_up, w_down):
-        return moe(x, i.topk_ids, topk_weights, w_gate_up, w_down, stage=stage, save=problem.save)
+        return moe(x, i.topk_ids, topk_weights, w_gate_up, w_down, stage=stage, save=problem.save, **options)
 
     return differentiate(call, [i.x, i.topk_weights, i.w_gate_up, i.w_down], dy)
+
+
+def over_ranks(stage: str, problem: Problem, inputs: Inputs, dy: Tensor) -> Runner:
+    """A rung over heaps of RANKS ranks, which hold equally many tokens. It saves what it saves on one rank."""
+    tokens_per_rank = shares(problem.T, RANKS)
+    heap = LocalHeaps(RANKS, max(tokens_per_rank))
+    runner = rung(stage, problem, inputs, dy, heap=heap, tokens_per_rank=tokens_per_rank)
+    if problem.device == "cpu":
+        return runner
+    before = torch.cuda.memory_allocated()
+    runner.forward()  # takes the heaps, and gives everything else back
+    return replace(runner, heap_bytes=torch.cuda.memory_allocated() - before)
 
 
 def to_rows(x: Tensor, topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -270,6 +289,19 @@ CONTESTANTS = {
         *(
             Contestant(r.name, f"mega_moe, {r.name}", "rung", partial(rung, r.name), r.why_not, r.needs_triton)
             for r in LADDER
+        ),
+        *(
+            Contestant(
+                f"{r.name}-over-{RANKS}",
+                f"mega_moe, {r.name} over {RANKS} ranks",
+                "rung",
+                partial(over_ranks, r.name),
+                r.why_not,
+                r.needs_triton,
+                RANKS,
+            )
+            for r in LADDER
+            if r.over_ranks
         ),
         Contestant("torch", "plain torch, eager", "peer", partial(plain_torch, False)),
         Contestant("torch-compiled", "plain torch, torch.compile", "peer", partial(plain_torch, True)),

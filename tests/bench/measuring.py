@@ -6,6 +6,7 @@ begins with another one. Times are the device's own, between events on its queue
 host is not ahead of the device there yet, and launching would be timed too.
 """
 
+import logging
 import math
 import time
 import traceback
@@ -42,6 +43,9 @@ METHOD = {
 GROSS = 0.02
 """The relative L2 error from which on a result is another function's. bf16 explains about a quarter of it."""
 
+LOG = logging.getLogger(__name__)
+"""What takes so long: pytest shows it with --log-cli-level=INFO."""
+
 Mark = Callable[[], None]
 Lap = Callable[[Mark], None]
 """One run of a contestant; it calls `mark` where one time ends and the next begins."""
@@ -55,7 +59,8 @@ class Measurement:
     failure: str | None = None  # it ran, and raised or was wrong
     errors: dict[str, float] = field(default_factory=dict)  # relative L2 distance from the float64 truth, by output
     shares: dict[str, float] = field(default_factory=dict)  # the worst row's, of the parity budget, by output
-    peak_bytes: dict[str, int] = field(default_factory=dict)  # over the inputs, by direction; on a GPU
+    peak_bytes: dict[str, int] = field(default_factory=dict)  # over the inputs, heaps included, by direction; on a GPU
+    heap_bytes: int = 0  # what heaps take of it
     flops: dict[str, int] = field(default_factory=dict)  # useful ones, by direction
     bytes: dict[str, int] = field(default_factory=dict)  # each operand once and the result once; of a GEMM alone
     seconds: dict[str, list[float]] = field(default_factory=dict)  # by direction
@@ -73,6 +78,7 @@ def measure_layer(problem: Problem, contestants: Sequence[Contestant]) -> dict[s
         measurement = measurements[contestant.name] = Measurement(why_not=contestant.why_not(problem))
         if measurement.why_not:
             continue
+        begun = time.perf_counter()
         try:
             runner = contestant.start(problem, inputs, dy)
             examine(measurement, contestant, runner, oracle)
@@ -80,6 +86,7 @@ def measure_layer(problem: Problem, contestants: Sequence[Contestant]) -> dict[s
             measurement.failure = traceback.format_exc()
         if not measurement.failure:
             laps[contestant.name] = lap_of(runner)
+        LOG.info("%s: compiled and examined in %.0f s", contestant.name, time.perf_counter() - begun)
     del oracle
 
     for name, times in take_turns(laps, problem.device, BLOCK[problem.device]).items():
@@ -120,7 +127,7 @@ def examine(measurement: Measurement, contestant: Contestant, runner: Runner, or
         )
     del y, grads
     if oracle.problem.device == "cuda":
-        measurement.peak_bytes = peak_bytes(runner)
+        measurement.heap_bytes, measurement.peak_bytes = runner.heap_bytes, peak_bytes(runner)
 
 
 def judge(measurement: Measurement, y: Tensor, grads: Grads, oracle: Oracle) -> None:
@@ -140,9 +147,9 @@ def relative_l2(got: Tensor, truth: Tensor) -> float:
 
 
 def peak_bytes(runner: Runner) -> dict[str, int]:
-    """The most memory that was taken at once, over what was taken before."""
+    """The most memory that was taken at once, over what was taken before; but heaps, which stay, are counted."""
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    before = torch.cuda.memory_allocated() - runner.heap_bytes
     y = runner.forward()
     forward = torch.cuda.max_memory_allocated() - before
     torch.cuda.reset_peak_memory_stats()

@@ -28,5 +28,6 @@ def test_layer(
         contestant=contestant,
         label=facts.label,
         kind=facts.kind,
+        ranks=facts.ranks,
         interpreted=facts.needs_triton and problem.device == "cpu",
     )

@@ -1,6 +1,7 @@
 """Ranks meet: each one's tokens stand in its heap, and the plan is that of all tokens, whoever draws which ticket."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -209,8 +210,11 @@ def test_a_rank_that_has_not_arrived_is_waited_for(late, by):
     heap, (inputs, _) = LocalHeaps(2, 4), tokens_of(ids_of(4, 2, 2), 2)
     memory, _ = met(heap, (2, 2), inputs, None)
     memory.view(0, "flags")[late] -= by
-    with pytest.raises(Exception, match="nobody is left to arrive"):
-        met(heap, (2, 2), inputs, None)
+    _, plan = met(heap, (2, 2), inputs, None)
+    message = f"rank 0 waited in vain for rank {late} at call 2 ({2 - by} of 2 arrivals)"
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        heap.check()
+    assert plan.row_start.tolist() == [0, -1, -2] and (plan.token_of_row == -1).all()  # less than no rows
     assert all(not words.any() for words in schedule.KEPT.values())
 
 

@@ -133,6 +133,27 @@ def test_strips_are_those_of_the_tiles():
     assert forward.combine and not forward.weight_grads
 
 
+@pytest.mark.parametrize("ranks, group", [(1, 16), (2, 2), (4, 2), (32, 2), (64, 1), (128, 1)])
+def test_over_ranks_phases_are_mixed_and_groups_small(ranks, group):
+    """Of 128 experts. Two groups a rank at least, if it has two experts; with a process for each rank, and with all in
+    one."""
+    one, tiles = PRESETS["qwen3-30b-a3b"], blocks.mega(BLOCK_R=128, N=256, C=64, warps=8, stages=4, chunk=32)
+    for problem in (one.at(ranks=ranks, tokens_per_rank=(one.T,)), one.at(tokens_per_rank=(one.T // ranks,) * ranks)):
+        for work in (forward_work(problem, tiles), backward_work(problem, tiles, Need(), recompute=True)):
+            assert KINDS[work.phases[0].kind] == "dispatch" and work.mixed and work.group == group
+    for work in (forward_work(one, tiles), backward_work(one, tiles, Need(), recompute=True)):
+        assert not work.mixed and work.group == tiles.group
+
+
+def test_turns_of_many_tiles():
+    """Two phases of 42,000 tiles each in a turn: where they are mixed, their product is beyond int32."""
+    ids = torch.arange(2, device=DEVICE).repeat(700)[:, None]
+    work = work_of(dict(dispatch=60, gate_up=60), BLOCK_R=1, BLOCK_T=64, group=1, mixed=True)
+    plan = routing.plan(ids, 2)
+    made, specified = schedule(plan, work), specification.schedule(plan.row_start, [1400], [1400], work)
+    assert torch.equal(made.table[: len(specified)], specified)
+
+
 @pytest.mark.parametrize(
     "work",
     [
@@ -140,15 +161,19 @@ def test_strips_are_those_of_the_tiles():
         work_of(dict(dact=1), dict(dw_down=1), combine=False, ahead=0),
         with_dispatch(BACKWARD),
         with_dispatch(replace(FORWARD, group=1)),
+        replace(FORWARD, mixed=True),
+        with_dispatch(replace(BACKWARD, group=100)),
         replace(FORWARD, group=100, BLOCK_T=1),
         replace(BACKWARD, group=3, BLOCK_R=1, ahead=0),
         replace(BACKWARD, ahead=10**6, BLOCK_T=64),
         replace(BACKWARD, ahead=11, BLOCK_R=64, BLOCK_T=1),
         work_of(dict(dact=65, dx=17), dict(dw_gate_up=200, dw_down=64)),
+        with_dispatch(work_of(dict(dact=65, dx=17), dict(dw_gate_up=200, dw_down=64), group=3), strips=5),
     ],
     ids=[
-        *("one phase", "no combine tiles", "backward with dispatch", "groups of one", "one group", "blocks of one row"),
-        *("all weight gradients first", "more combine tiles than row blocks", "many side by side"),
+        *("one phase", "no combine tiles", "backward with dispatch", "groups of one", "mixed without dispatch"),
+        *("one mixed group", "one group", "blocks of one row", "all weight gradients first"),
+        *("more combine tiles than row blocks", "many side by side", "many side by side, mixed"),
     ],
 )
 def test_any_work(work, framed_memory):

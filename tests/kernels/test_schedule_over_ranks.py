@@ -27,6 +27,7 @@ BACKWARD = with_dispatch(
         3,
     )
 )
+WITHOUT_DX = with_dispatch(Work(4, (Phase(DACT, 2),), (Phase(DW_DOWN, 2),), 0, False, 2, 1, 3))
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +37,9 @@ def watched_addresses():
 
 @pytest.mark.parametrize("E", [4, 12])
 @pytest.mark.parametrize("tokens_per_rank", [(43,), (40, 30), (70, 0), (9, 0, 21, 40), (0, 0, 0, 3), (0, 0)], ids=str)
-@pytest.mark.parametrize("work", [FORWARD, BACKWARD], ids=["forward", "backward"])
+@pytest.mark.parametrize("work", [FORWARD, BACKWARD, WITHOUT_DX], ids=["forward", "backward", "without dx"])
 def test_the_common_order_of_all_ranks(work, tokens_per_rank, E):
+    assert work.mixed
     T, W = sum(tokens_per_rank), len(tokens_per_rank)
     heaps = LocalHeaps(W, max(*tokens_per_rank, 1))
     problem = Problem(T, 32, 16, E, 3, torch.float32, DEVICE, heap=heaps.key, tokens_per_rank=tokens_per_rank)

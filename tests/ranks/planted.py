@@ -103,6 +103,18 @@ def signal_first(statements: list[ast.stmt]) -> None:
     statements.sort(key=lambda statement: not mentions(statement, "signal"))
 
 
+def moved(name: str, before: str) -> Fault:
+    """The statement that calls one function comes before the one that calls another."""
+
+    def fault(statements):
+        (late,) = [statement for statement in statements if mentions(statement, name)]
+        statements.remove(late)
+        (at,) = [n for n, statement in enumerate(statements) if mentions(statement, before)]
+        statements.insert(at, late)
+
+    return fault
+
+
 def wait_last(statements: list[ast.stmt]) -> None:
     """Waits come behind everything else."""
     statements.sort(key=lambda statement: mentions(statement, "wait"))

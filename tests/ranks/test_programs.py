@@ -5,25 +5,20 @@ soon as one of several runs goes wrong: in a single one everybody may happen to 
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from types import ModuleType
 
 import pytest
 import torch
-from cases import layer, on_cpu, poisoned, same_bits
+from cases import layer, on_cpu, poisoned
 from planted import copied, planted, signal_first, with_argument, without
-from programs import Launch, recorded
+from programs import RUNS, Subject, recorded
 
 from mega_moe.kernels import blocks, mega
 from mega_moe.kernels import schedule as schedules
 from mega_moe.shapes import Need
 
 pytestmark = on_cpu
-
-PROGRAMS = 3
-RUNS = 30
-"""The most runs that a planted fault has to show itself. The shyest goes wrong in one of three."""
 
 NEEDS = {
     "dx": Need(dtopk_weights=False, dw_gate_up=False, dw_down=False),
@@ -37,21 +32,6 @@ LAYERS = {
     "two experts": dict(ids=[[0, 1], [1, 0], [0, 0], [-1, 1]] * 5, H=96, I=72, E=2),
     "four experts": dict(ids=[[0, 2], [2, 0], [3, 2], [0, 3], [2, -1], [3, 0], [0, 2]] * 5, H=192, I=96, E=4),
 }
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A launch, what it writes, and what it has to write: what programs one after another do."""
-
-    launch: Launch
-    outputs: list[torch.Tensor]
-    expected: list[torch.Tensor]
-
-    def wrong(self, seed: int, **options) -> list[str]:
-        """Make the launch; what was wrong."""
-        errors = self.launch.make(PROGRAMS, seed, **options)
-        same = all(same_bits(got, right) for got, right in zip(self.outputs, self.expected, strict=True))
-        return errors if same else [*errors, "not what programs one after another compute"]
 
 
 @lru_cache
@@ -163,13 +143,8 @@ LOST = {
 def with_fault(name: str, branch: str, fault, folder) -> Subject:
     """The subject of this name with a fault planted in its kernel."""
     kernel = subject(name).launch.kernel.__name__
-    return of_module(planted(schedules if name.startswith("plan") else mega, kernel, branch, fault, folder), name)
-
-
-def of_module(module: ModuleType, name: str) -> Subject:
-    """The subject of this name with the kernel that another module has."""
-    right = subject(name)
-    return replace(right, launch=replace(right.launch, kernel=getattr(module, right.launch.kernel.__name__)))
+    module = planted(schedules if name.startswith("plan") else mega, kernel, branch, fault, folder)
+    return subject(name).of_module(module)
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -204,5 +179,5 @@ def test_words_that_not_the_last_one_to_leave_zeroes_go_wrong(leaves_last, tmp_p
     """Whoever has not left yet draws tickets again that others have drawn; or the next launch finds none left."""
     faulty = copied(schedules, tmp_path)
     faulty.leave = lambda left_ptr: leaves_last
-    early = of_module(faulty, "plan of one chunk")
+    early = subject("plan of one chunk").of_module(faulty)
     assert any(early.wrong(seed, most_polls=100) for seed in range(RUNS))

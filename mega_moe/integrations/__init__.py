@@ -1,0 +1,1 @@
+"""The layer inside what others have built, one file each."""

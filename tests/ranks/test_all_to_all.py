@@ -1,0 +1,203 @@
+"""One process a rank, over torch.distributed: rows are exchanged by all_to_all, and a layer computes what one process
+computes, to the bit."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import DIFFERENTIABLE, assert_same, layer, on_cpu, run, same_bits, train
+from forked import no_fork_warning, on_ranks, share, together
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from mega_moe import moe
+from mega_moe.exchange import agree, by_expert
+from mega_moe.registry import stage
+from mega_moe.routing import plan as plan_of
+from mega_moe.shapes import Grads, Inputs, Problem
+
+pytestmark = [
+    on_cpu,  # processes are forked, which a process that has used a GPU does not survive
+    no_fork_warning,
+]
+
+# Rows there and back.
+
+
+def test_by_expert_example():
+    row_start, arrival_of_row = by_expert(torch.tensor([[1, 2], [1, 0]], dtype=torch.int32), 4)
+    assert row_start.tolist() == [0, 2, 4] and row_start.dtype == torch.int32
+    assert arrival_of_row.tolist() == [0, 3, 1, 2]
+
+
+def routings(W: int, number: int) -> list[tuple[list[Tensor], int]]:
+    """Random ids of each rank, and how many experts there are: ranks without tokens, masked routes, ids that are no
+    expert, the same expert twice, all routes to one expert, more routes for a token than experts on a rank."""
+    generator = torch.Generator().manual_seed(W)
+    draw = lambda low, high, *shape: torch.randint(low, high, shape, generator=generator)
+    made = []
+    for n in range(number):
+        E, K, most = W * int(draw(1, 4)), int(draw(1, 6)), [1, 9][n % 2]
+        ids = [draw(-1, E + 1, int(draw(0, most + 1)), K).to([torch.int32, torch.int64][n % 3 % 2]) for _ in range(W)]
+        made.append(([each.clamp(E - 1, E - 1) if n % 5 == 4 else each for each in ids], E))
+    return made
+
+
+def there_and_back(ids: list[Tensor], E: int, group: dist.ProcessGroup | None) -> None:
+    """Every row names the route that it serves, and so says whether it is where it should be."""
+    rank, L = dist.get_rank(group), E // len(ids)
+    plan = plan_of(ids[rank], E)
+    exchange = agree(plan, group or dist.group.WORLD)
+    token, slot = (of_row[: sum(exchange.sent)].long() for of_row in (plan.token_of_row, plan.slot_of_row))
+    rows = torch.stack((ids[rank][token, slot].long(), torch.full_like(token, rank), token, slot), 1)
+
+    slots = [(home, t, k) for home, its in enumerate(ids) for t in range(len(its)) for k in range(its.shape[1])]
+    routes = sorted([int(ids[home][t, k]), home, t, k] for home, t, k in slots)
+    mine = [route for route in routes if rank * L <= route[0] < rank * L + L]
+    assert exchange.dispatch(rows).tolist() == mine
+    starts = [sum(route[0] < rank * L + e for route in mine) for e in range(L + 1)]
+    assert exchange.row_start.tolist() == starts
+
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        values = torch.randn(len(rows), 2, 3).to(dtype)
+        received = exchange.dispatch(strided(values))
+        assert same_bits(exchange.give_back(strided(received)), values)
+
+
+def strided(rows: Tensor) -> Tensor:
+    """The same rows, their columns exchanged in memory."""
+    return rows.mT.contiguous().mT
+
+
+@pytest.mark.parametrize("W", [1, 2, 4])
+def test_rows_come_in_the_order_of_one_rank_and_go_home(W, tmp_path, poison):
+    def work(rank: int) -> None:
+        for ids, E in routings(W, 20):
+            there_and_back(ids, E, None)
+
+    on_ranks(W, work, tmp_path)
+
+
+def test_groups_that_are_not_the_world(tmp_path, poison):
+    """A rank's number in its group decides, not that in the world. Two groups at once, one that leaves a rank out, and
+    then the world."""
+
+    def work(rank: int) -> None:
+        for groups in ([[0, 2], [1, 3]], [[1, 2, 3]], [[3, 1]]):
+            made = [dist.new_group(ranks) for ranks in groups]
+            for ranks, group in zip(groups, made, strict=True):
+                if rank in ranks:
+                    for ids, E in routings(len(ranks), 3):
+                        there_and_back(ids, E, group)
+        there_and_back(*routings(4, 1)[0], None)
+
+    on_ranks(4, work, tmp_path)
+
+
+# A layer.
+
+CASES = {  # tokens of each rank, E, K, routing, dtype
+    "one rank": ((5,), 4, 2, "masked", torch.bfloat16),
+    "uneven": ((1, 6), 4, 2, "masked", torch.bfloat16),
+    "ranks without tokens": ((0, 4, 0, 2), 4, 2, "any", torch.float32),  # K is more than a rank has experts
+    "all on one expert": ((3, 2), 4, 2, "hot", torch.bfloat16),
+    "the same expert twice": ((2, 3), 2, 3, "duplicate", torch.float16),
+    "all masked": ((2, 3), 2, 2, "all masked", torch.bfloat16),
+    "no tokens at all": ((0, 0), 2, 2, "any", torch.float32),
+}
+
+
+def case(name: str) -> tuple[Problem, Inputs, Tensor, tuple[int, ...]]:
+    """The layer of a case, and how many tokens each rank has."""
+    tokens_per_rank, E, K, routing, dtype = CASES[name]
+    problem, inputs, dy = layer(T=sum(tokens_per_rank), E=E, K=K, H=32, I=32, dtype=dtype)
+    ids = inputs.topk_ids
+    if routing == "hot":
+        ids.fill_(E - 1)
+    elif routing == "duplicate":
+        ids[:, 1:] = ids[:, :1]
+    elif routing == "masked":
+        ids.flatten()[::3] = -1
+    elif routing == "all masked":
+        ids.fill_(-1)
+    return problem, inputs, dy, tokens_per_rank
+
+
+def train_rank(inputs: Inputs, dy: Tensor, group: dist.ProcessGroup | None = None, needs=DIFFERENTIABLE):
+    """y and the gradients of this rank: moe's own, with its defaults."""
+    return train(stage("ranks"), inputs, dy, needs, group=group or dist.group.WORLD, heap="all_to_all")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_compute_what_one_computes(name, tmp_path, poison):
+    """y, dx and the router weights' gradients at home; and weight gradients that are sums over all ranks' tokens, with
+    no 1/W."""
+    problem, inputs, dy, tokens_per_rank = case(name)
+    work = lambda rank: train_rank(*share(inputs, dy, tokens_per_rank, rank))
+    results = on_ranks(len(tokens_per_rank), work, tmp_path)
+    assert_same(together(results), run(stage("persistent"), problem, inputs, dy))
+
+
+def test_two_groups_at_once_have_a_layer_each(tmp_path, poison):
+    """The second and the fourth process are ranks 0 and 1 of theirs, with other tokens than the other group's."""
+    problem, inputs, dy, tokens_per_rank = case("uneven")
+    layers = [(inputs, dy), (replace(inputs, x=inputs.x.flip(0), topk_ids=inputs.topk_ids.flip(0)), dy.flip(0))]
+
+    def work(process: int) -> tuple[Tensor, Grads]:
+        groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+        mine = process % 2
+        return train_rank(*share(*layers[mine], tokens_per_rank, process // 2), groups[mine])
+
+    results = on_ranks(4, work, tmp_path)
+    for number, its in enumerate(layers):
+        assert_same(together(results[number::2]), run(stage("persistent"), problem, *its))
+
+
+def test_a_rank_that_needs_little_serves_its_peers(tmp_path, poison):
+    """Rank 0 asks for one gradient, of its own. Rank 1 still gets its own, which both ranks' experts make."""
+    problem, inputs, dy, tokens_per_rank = case("uneven")
+    work = lambda rank: train_rank(
+        *share(inputs, dy, tokens_per_rank, rank), needs=DIFFERENTIABLE if rank == 1 else ("w_down",)
+    )
+    (_, of_one), (_, of_all) = on_ranks(2, work, tmp_path)
+    _, expected = run(stage("persistent"), problem, inputs, dy)
+    assert [name for name, grad in vars(of_one).items() if grad is not None] == ["dw_down"]
+    its = slice(tokens_per_rank[0], None)
+    assert same_bits(of_all.dx, expected.dx[its]) and same_bits(of_all.dtopk_weights, expected.dtopk_weights[its])
+    L = problem.E // 2
+    assert same_bits(of_all.dw_gate_up, expected.dw_gate_up[L:]) and same_bits(of_all.dw_down, expected.dw_down[L:])
+
+
+@pytest.mark.parametrize("how", ["compiled", "checkpointed"])
+def test_compiled_and_checkpointed_equal_eager(how, tmp_path):
+    """Two layers deep, so that the second's backward comes between the first's two directions."""
+    _, inputs, dy, tokens_per_rank = case("uneven")
+
+    def work(rank: int) -> bool:
+        mine, its_dy = share(inputs, dy, tokens_per_rank, rank)
+
+        def one(x: Tensor, *rest: Tensor) -> Tensor:
+            return x + moe(x, *rest, stage="ranks", group=dist.group.WORLD, heap="all_to_all")
+
+        wrapped = (
+            torch.compile(one, fullgraph=True, backend="aot_eager")
+            if how == "compiled"
+            else partial(checkpoint, one, use_reentrant=False)
+        )
+        results = []
+        for layer_of in (one, wrapped):
+            leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in vars(mine).values()]
+            y = layer_of(layer_of(*leaves), *leaves[1:])
+            y.backward(its_dy)
+            results.append([y.detach(), *(leaf.grad for leaf in leaves if leaf.is_floating_point())])
+        return all(map(same_bits, *results))
+
+    assert on_ranks(2, work, tmp_path) == [True, True]
+
+
+def test_what_cannot_run_says_why():
+    problem, _, _ = layer()
+    assert 'save="inputs"' in stage("ranks").why_not(problem.at(save="pre", ranks=1))
+    assert 'stage="ranks"' in stage("mega").why_not(problem.at(save="inputs", ranks=1))
