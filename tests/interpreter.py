@@ -1,8 +1,9 @@
 """Triton's interpreter, without work that it does again and again.
 
-While a kernel is interpreted, functions of triton.language are replaced by interpreted ones. The interpreter does so once
-for the kernel, and then again for every call of a function that the kernel calls, though they are replaced already: a
-third of the time that a small launch takes. Here a call replaces them only where they are not. That changes no result.
+While a kernel is interpreted, functions of triton.language are replaced by interpreted ones. The interpreter does so
+once for the kernel, and then again for every call of a function that the kernel calls, though they are replaced
+already: a third of the time that a small launch takes. Here a call replaces them only where they are not. That changes
+no result.
 """
 
 from functools import cache
