@@ -108,7 +108,7 @@ class Tuning:
         """What goes into blocks.json: where, when and on which layer it was measured, and the tiles."""
         sizes = {letter: getattr(self.problem, letter) for letter in "HITEK"}
         made = {name: self.machine[name] for name in ("device", "date", "torch", "triton")}
-        tiles = asdict(replace(self.base, **self.chosen))
+        tiles = blocks.sizes_of(replace(self.base, **self.chosen))
         return {"target": self.target, **made, "dtype": "bf16", **sizes, "tiles": tiles}
 
 

@@ -23,7 +23,7 @@ if DEVICE == "cpu" and find_spec("triton"):
 
 SLICES = {
     "a rung": 120,
-    "ranks": 280,
+    "ranks": 400,
     "kernels": 140,
     "compile": 120,
     "cross-compile": 260,

@@ -1,4 +1,4 @@
-"""Triton's interpreter, without work that it does again and again.
+"""Triton's interpreter, without work that it does again and again, and without waits that keep a core busy.
 
 While a kernel is interpreted, functions of triton.language are replaced by interpreted ones. The interpreter does so
 once for the kernel, and then again for every call of a function that the kernel calls, though they are replaced
@@ -6,10 +6,14 @@ already: a third of the time that a small launch takes. Here a call replaces the
 no result.
 """
 
+import time
 from functools import cache
 
 import triton.language as tl
 from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder
+
+PAUSE = 0.002  # seconds, between two looks at the same counters
 
 replace = interpreter._patch_lang
 
@@ -30,3 +34,18 @@ def replace_once(function):
 def install() -> None:
     """From now on, in this process."""
     interpreter._patch_lang = replace_once
+
+
+def wait_politely() -> None:
+    """From now on, in this process: who looks at the same counters again, which another process is to change, leaves it
+    the core meanwhile."""
+    atomic_rmw, last = InterpreterBuilder.create_atomic_rmw, []
+
+    def patient_atomic_rmw(self, operation, pointer, value, *rest):
+        if not value.data.any():  # a look
+            if last == [pointer.data.tobytes()]:
+                time.sleep(PAUSE)
+            last[:] = [pointer.data.tobytes()]
+        return atomic_rmw(self, operation, pointer, value, *rest)
+
+    InterpreterBuilder.create_atomic_rmw = patient_atomic_rmw

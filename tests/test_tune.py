@@ -2,7 +2,7 @@
 shows that the machinery works, and nothing about speed."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def test_every_entry_of_the_package_is_whole_and_alone():
     entries = json.loads(blocks.TABLE.read_text())
     for e in entries:
         assert list(e) == ["target", "device", "date", "torch", "triton", "dtype", *"HITEK", "tiles"]
-        assert asdict(tiles_of(e["tiles"])) == e["tiles"] and e["target"] != "interpreter"
+        assert blocks.sizes_of(tiles_of(e["tiles"])) == e["tiles"] and e["target"] != "interpreter"
     assert len({(e["target"], e["dtype"], e["H"], e["I"]) for e in entries}) == len(entries)
     assert blocks.TABLE.read_text() == tune.as_json(entries)
 
@@ -178,7 +178,7 @@ def test_what_does_not_run_is_passed_over_with_its_reason(monkeypatch, capsys):
     assert why[default] is why[narrow] is None and why[known] == "it does not fit"
     assert "power of 2" in why[odd] and "\n" not in why[odd]
     assert tuning.passed and set(tuning.chosen) == {"down"}
-    assert tuning.entry()["tiles"]["dx"] == asdict(INTERPRETER.persistent.dx)
+    assert tuning.entry()["tiles"]["dx"] == blocks.sizes_of(INTERPRETER.persistent.dx)
     tables.show_tiles(tuning, "a layer")
     assert f"down, {tune.text(known)}: it does not fit" in capsys.readouterr().out
 

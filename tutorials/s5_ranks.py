@@ -24,8 +24,8 @@
 #
 # What you see here is all ranks in *one process and on one device*. That is enough to follow every step and to check it
 # to the bit. What may go wrong between ranks that run each at its own speed it cannot show; for that there is a model,
-# below. And it has no links between GPUs: where this lesson speaks of links it computes, from data sheets. A process for
-# each rank is a step still to come.
+# below. And it has no links between GPUs: where this lesson speaks of links it computes, from data sheets. With a
+# process for each rank the same kernels run, over other memory; [what then changes](#a-process-for-each-rank) is little.
 #
 # You need lessons 0 to 4: the plan of rows, slots, tickets.
 
@@ -245,8 +245,9 @@ plt.show()
 #
 # A heap gets room for three tokens, one more than is used. So "token 0 of rank 1" (number 3) cannot be taken for "the
 # third token of all" (number 2). All memory is *poisoned* until somebody writes it: its bytes are 255, which is NaN to
-# a float and -1 to an int32. Only the words that count begin at zero: call, flags and rows_arrived. One launch, `meet`,
-# does the first three of the five steps below; here it is, and how a heap is laid out:
+# a float and -1 to an int32. Only the words that count begin at zero: call, flags and rows_arrived; and the page, on
+# which ranks write what went wrong. One launch, `meet`, does the first three of the five steps below; here it is, and
+# how a heap is laid out:
 
 # %%
 torch.use_deterministic_algorithms(True)  # among other things torch then fills what torch.empty returns
@@ -543,8 +544,8 @@ else:
 #
 # ## The kernels
 #
-# `meet` is one launch whose programs draw tickets: first the publishing, then one ticket a rank to arrive, then the
-# plan (and for lesson 6's launch its schedule). A wait is for an earlier ticket or for another process, so the launch
+# `meet` is one launch whose programs draw tickets: first the publishing, then one ticket a rank to arrive, one that
+# waits for the flags of all, then the plan (and for lesson 6's launch its schedule). A wait is for an earlier ticket or for another process, so the launch
 # ends however few programs run at once. With one program the ranks of this process publish one after another, then
 # arrive one after another, and then nobody has to wait: that is how it runs in the interpreter here.
 #
@@ -580,7 +581,8 @@ else:
 # ## The recipe, and what changed in it
 #
 # Below, `-` is lesson 4's stage file and `+` this one's. What was a gather in gate_up's loads is a pull before it, what
-# was a store by slot is a push behind it; what is between takes `rows` and `own` where it took `x` and the plan.
+# was a store by slot is a push behind it; what is between takes `rows` and `peers.own`, a plan in which every row is a
+# token of its own, where it took `x` and the plan.
 
 # %% tags=["hide-input"]
 stages = [inspect.getsource(module) for module in (s4_persistent, s5_ranks)]
@@ -759,6 +761,29 @@ for names in (
 # %% [markdown]
 # How much of the exchange it hides cannot be said here: in one process nothing travels over a link, and neither rung
 # has been timed over ranks.
+#
+# ## A process for each rank
+#
+# Everything above knows a rank by one number, where its heap begins. With a process for each rank that number is where
+# the peer's heap is *mapped* in this process: the same file in shared memory (`ShmHeaps`, on CPUs), or a peer GPU's
+# memory, which NVLink makes loads and stores reach (`SymmetricHeaps`). The kernels get the table of these numbers, and a
+# second one of those that are their own: they publish, arrive, plan and combine for these, and pull and push over all.
+#
+# | | all in one process | a process each |
+# |---|---|---|
+# | heaps in the table | W, side by side in a tensor | W, each wherever it is mapped |
+# | of these its own | all | one |
+# | experts, and rows of the plan | all | E / W; at most `max_rows` |
+# | who raises a flag | the same launch | a launch of another process, at its own speed |
+#
+# The last line is what makes it real: now ranks do wait for each other, and one may die. A kernel cannot raise. So who
+# has waited too long writes into the page of every heap what it waits for; whoever waits looks at its page now and then,
+# ends, and computes NaN; and the host raises as soon as it looks. [The design](../design.md#how-ranks-meet) has it in
+# detail, [running on a node](../running.md) how to start it.
+#
+# Where ranks share no memory at all, on two hosts for instance, the same recipe sends rows with all_to_all, a collective
+# of the process group: what is `peers` in the stage file is then another object with the same verbs. It has to know how
+# many rows travel before they do, so the host waits for that; over heaps it never does.
 #
 # ## Exercises
 #

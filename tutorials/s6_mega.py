@@ -569,8 +569,8 @@ for fault in (None, "down", "combine"):
 #
 # One more property of the order is not needed on one GPU, but built in: the schedule is made for any number of *ranks*,
 # and is one table for all of them. (A rank is a device with some of the experts and some of the tokens; the table says
-# in its column `rank` who computes a tile, and each rank draws its own. So far all ranks are in one process, and its
-# programs draw the whole table.) Could each rank order its tiles as it likes, as long as its own waits point backwards?
+# in its column `rank` who computes a tile, and each rank draws its own. Where all ranks are in one process, its programs
+# draw the whole table; where each has its own, it makes its part of the table, in the same order.) Could each rank order its tiles as it likes, as long as its own waits point backwards?
 #
 # Two ranks with two experts each. Rank 0's tokens all go to expert 2, which is rank 1's; rank 1's tokens all go to
 # expert 1, which is rank 0's. combine of a rank waits for rows from the other. Say rank 0 takes its groups in ascending

@@ -8,6 +8,7 @@ average of the router is.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from ..module import MoE
 
 
 def shard(
-    moe: MoE, mesh: DeviceMesh, ep_mesh: DeviceMesh, *, mp_policy: MixedPrecisionPolicy | None = None, **options
+    moe: MoE, mesh: DeviceMesh, ep_mesh: DeviceMesh, *, mp_policy: MixedPrecisionPolicy | None = None, **options: Any
 ) -> MoE:
     """Shard a layer over all ranks of a mesh, in place: a rank keeps its share of each of its experts' tensors and of
     the router, gathers them for forward and backward, and gets its share of their gradients.

@@ -366,9 +366,15 @@ def nearest(name: str, H: int, I: int) -> Measured | None:
 
 
 def tiles_of(sizes: dict) -> Persistent:
-    """The inverse of `dataclasses.asdict`."""
+    """The inverse of `sizes_of`."""
     tiles = {f.name: f.type(**sizes[f.name]) for f in fields(Persistent) if f.name != "BLOCK_R"}
     return Persistent(sizes["BLOCK_R"], **tiles)
+
+
+def sizes_of(tiles: Persistent | Resident) -> dict:
+    """What was measured of tiles: all but how many processors a call leaves to others."""
+    measured = lambda pairs: {name: size for name, size in pairs if name != "reserved"}
+    return asdict(tiles, dict_factory=measured)
 
 
 def programs(tile: Resident) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from interpreter import wait_politely
 from torch import Tensor
 
 from mega_moe.shapes import Grads, Inputs
@@ -31,6 +32,7 @@ def on_ranks(W: int, work: Callable[[int], Any], folder: Path, killed: Collectio
     def process(rank: int) -> None:
         store = dist.FileStore(f"{folder}/store", W)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=W, timeout=PATIENCE)
+        wait_politely()
         torch.save(work(rank), folder / f"{rank}.pt")
         dist.destroy_process_group()
 
