@@ -263,7 +263,7 @@ def telling(group: ProcessGroup | None, heap: Heaps | str | None) -> Iterator[No
     except (RuntimeError, TypeError, ValueError) as error:
         if isinstance(heap, processes.ProcessHeaps):
             heap.refuse(str(error))
-        elif heap is None and group is not None:
+        elif isinstance(group, ProcessGroup) and heap != ALL_TO_ALL:
             processes.refuse(group, str(error))
         raise
 

@@ -6,6 +6,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from .api import autocast_dtype, check_options, default_stage, moe, peers_are_told
+from .processes import member
 from .registry import stage
 from .routing import route
 from .symmetric import Heaps
@@ -97,8 +98,9 @@ class MoE(nn.Module):
         save: what forward keeps for backward, see `moe`.
         swiglu_limit: clamp before SwiGLU, see `moe`.
         group: the ranks that share the experts, see `moe`. num_experts counts those of all W ranks, and this one holds
-            E / W of them; the router is the same on all ranks, and each must be told to keep it so. A state dict with
-            all experts loads too: each rank takes its own.
+            E / W of them. The router must be the same on all ranks: seed them alike before the layer is made, and add
+            up (or average) its gradient over the ranks in every step, or let `integrations.fsdp.shard` do it. A state
+            dict with all experts loads too: each rank takes its own.
         heap: the memory in which the ranks of a group meet, see `moe`; may be changed at any time.
         device: of the parameters, as for any torch module.
         dtype: of the parameters; x must have it too, unless autocast casts both.
@@ -136,6 +138,7 @@ class MoE(nn.Module):
         if not 1 <= top_k <= num_experts:
             raise ValueError(f"top_k = {top_k}: a router over {num_experts} experts chooses 1 .. {num_experts} of them")
         check_options(swiglu_limit, save)
+        group = None if group is None else member(group)
         W, rank = (1, 0) if group is None else (group.size(), group.rank())
         if num_experts % W:
             raise ValueError(f"num_experts = {num_experts} cannot be split evenly over the {W} ranks of the group")
@@ -158,12 +161,21 @@ class MoE(nn.Module):
 
     @stage.setter
     def stage(self, name: str | None) -> None:
-        self._stage = stage(name or default_stage(self.group is not None, self.heap)).name
+        rung = stage(name or default_stage(self.group is not None, self.heap))
+        if self.group is not None and not rung.over_ranks:
+            raise ValueError(f'stage "{rung.name}" runs on one rank: over a group use "ranks" or "mega"')
+        self._stage = rung.name
 
     def reset_parameters(self) -> None:
-        """Draw every matrix from a normal distribution of variance 1 / fan-in."""
+        """Draw every matrix from a normal distribution of variance 1 / fan-in. Ranks of a group that are seeded alike
+        have the same router, and each its own experts."""
         for w in self.parameters():
-            nn.init.normal_(w, std=w.shape[-1] ** -0.5)
+            if self.group is None or w is self.gate.weight:
+                nn.init.normal_(w, std=w.shape[-1] ** -0.5)
+                continue
+            others = torch.empty_like(w)
+            for rank in range(self.group.size()):
+                nn.init.normal_(w if rank == self.group.rank() else others, std=w.shape[-1] ** -0.5)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x (..., H) -> topk_ids (T, K) int64, topk_weights (T, K) fp32, logits (T, E) for auxiliary losses."""

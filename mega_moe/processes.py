@@ -140,7 +140,8 @@ def member(group: ProcessGroup | None) -> ProcessGroup:
     if group is None:
         raise RuntimeError("there is no process group: call torch.distributed.init_process_group first")
     if not isinstance(group, ProcessGroup):
-        raise TypeError(f"group must be a ProcessGroup of which this process is a member, not {group!r}")
+        outside = " (this process is not one of its ranks)" if group is dist.GroupMember.NON_GROUP_MEMBER else ""
+        raise TypeError(f"group must be a ProcessGroup of which this process is a member, not {group!r}{outside}")
     return group
 
 
@@ -355,6 +356,7 @@ class ProcessHeaps(Heaps):
         """Tell all ranks why this one does not take part in a call, before it raises: whoever waits for it ends with
         this message. These heaps are dead then, on all ranks; if they are already, this tells nobody anything. A page
         holds the beginning of a long message."""
+        self.dead = True
         if self.closed or any(page[STATE] for page in self.pages):
             return
         message = f"rank {self.first}: {message}"
@@ -422,13 +424,16 @@ KEPT: WeakKeyDictionary[ProcessGroup, dict[str, ProcessHeaps]] = WeakKeyDictiona
 def heaps_for(group: ProcessGroup | None, device_type: str, max_tokens: int) -> ProcessHeaps:
     """The heaps that a group has for a type of device, "cuda" or "cpu".
 
-    At the first call (and the first after they were closed) they are made, collectively: for the most tokens that any
-    rank brings to it, at least one. Raises ValueError for more tokens later, after telling the other ranks.
+    At the first call, and the first after they were closed or have failed, they are made, collectively: for the most
+    tokens that any rank brings to it, at least one. Raises ValueError for more tokens later, after telling the other
+    ranks.
     """
     group = member(group)
     of_group = KEPT.setdefault(group, {})
     heaps = of_group.get(device_type)
     kind = SymmetricHeaps if device_type == "cuda" else ShmHeaps
+    if heaps is not None and heaps.dead:
+        heaps.close()  # every rank has raised, or will, and makes new ones at its next call
     if heaps is None or heaps.closed:
         most = max(meeting_of(group, TIMEOUT_S).share(lambda: max_tokens))
         heaps = of_group[device_type] = kind(group, max(most, 1))

@@ -71,6 +71,7 @@ class Layout:
         call: (1,), how many times this rank has met the others.
         flags: (W,), how often each rank has arrived here.
         rows_arrived: (1,), rows that have arrived in the slots in this call.
+        direction: (2,), of the call: FORWARD or BACKWARD.
         page: (64,) int64, the error page; see PAGE.
         row_start, token_of_row, slot_of_row: (2, ...), the plan of the rank's own tokens over the experts of all ranks.
         x, dy: (2, max_tokens, H).   topk_weights: (2, max_tokens, K).
@@ -81,6 +82,7 @@ class Layout:
             call=((1,), i32),
             flags=((self.W,), i32),
             rows_arrived=((1,), i32),
+            direction=((2,), i32),
             page=((PAGE_WORDS,), torch.int64),
             row_start=((2, self.E + 1), i32),
             token_of_row=((2, T * self.K), i32),
@@ -147,13 +149,12 @@ STATE, RANK, CALL, SHOWN, EXPECTED, WAITED_FOR, CLAIMED, LIMIT, MIRROR = range(9
 MESSAGE = 16
 """Words of an error page. STATE: what happened, one of the next three, 0 for nothing. RANK: whose page this is, and in
 a record who failed. CALL: its call. WAITED_FOR: the rank that did not arrive, or -1: rows. EXPECTED, SHOWN: how many
-arrivals, or rows. CLAIMED: who writes the record, the first to count here. LIMIT: how long to wait, in nanoseconds, in
-the interpreter in looks; 0: for ever. MIRROR: the address of a copy in the host's memory, 0 without. MESSAGE: of
+arrivals, or rows; or the directions of two ranks. CLAIMED: who writes the record, the first to count here. LIMIT: how
+long to wait, in nanoseconds; 0: for ever. MIRROR: the address of a copy in the host's memory, 0 without. MESSAGE: of
 STATE SAID, up to its first zero, UTF-8."""
 
-TIMED_OUT, TOO_MANY_ROWS, SAID = 1, 2, 3
-LOOKS_A_SECOND = 400  # of the interpreter, roughly
-WORDS_OF_RECORD = 7
+TIMED_OUT, TOO_MANY_ROWS, SAID, OUT_OF_STEP = 1, 2, 3, 4
+FORWARD, BACKWARD = 1, 2
 
 
 def what_happened(page: Tensor) -> str | None:
@@ -177,6 +178,12 @@ def what_happened(page: Tensor) -> str | None:
                 f"rank {rank} would receive {expected} rows in call {call}, and its heap was made for max_rows = "
                 f"{shown}: make heaps with a larger max_rows"
             )
+        case 4:
+            names = {FORWARD: "forward", BACKWARD: "backward"}
+            return (
+                f"rank {rank} came {names[expected]} to call {call}, where rank {waited_for} came {names[shown]}: all "
+                "ranks must make the same calls in the same order"
+            )
     return bytes(page[MESSAGE:].view(torch.uint8).tolist()).partition(b"\0")[0].decode(errors="replace")
 
 
@@ -188,7 +195,7 @@ def open_pages(heaps: Tensor, layout: Layout, first: int, timeout_s: float) -> T
     mirror = torch.zeros(PAGE_WORDS, dtype=torch.int64, pin_memory=True) if on_gpu else pages[0]
     for rank, page in enumerate(pages, first):
         page[RANK].fill_(rank)
-        page[LIMIT].fill_(ceil(timeout_s * (1e9 if on_gpu else LOOKS_A_SECOND)))
+        page[LIMIT].fill_(ceil(timeout_s * 1e9))
         page[MIRROR].fill_(mirror.data_ptr() if on_gpu else 0)
     return mirror
 
@@ -221,6 +228,7 @@ class Heaps:
         timeout_s: how long a rank waits for its peers before it gives up, in seconds; 0: for ever.
         key: stands for these heaps where only numbers can be passed.
         closed: whether `close` was called.
+        dead: whether this rank has raised what happened to them, and so knows that all ranks need new ones.
     """
 
     def __init__(self, ranks: int, first: int, here: int, max_tokens: int, timeout_s: float):
@@ -233,7 +241,7 @@ class Heaps:
             raise ValueError(f"timeout_s must be 0 (for ever) or more, not {timeout_s}")
         self.ranks, self.first, self.here, self.max_tokens, self.timeout_s = ranks, first, here, max_tokens, timeout_s
         self.key = next(KEYS)
-        self.closed = False
+        self.closed = self.dead = False
         self.pages: list[Tensor] = []  # on the host, one for each kind of layer
         self._starts: dict[tuple, Tensor] = {}
         self._captured: list[Tensor] = []  # starts that graphs hold the addresses of
@@ -265,6 +273,7 @@ class Heaps:
         """Raise RuntimeError if something is known to have happened. Does not wait for the device."""
         for page in self.pages:
             if happened := what_happened(page):
+                self.dead = True
                 raise RuntimeError(f"{happened}. These heaps are dead: close them, and make new ones on all ranks")
 
     def refuse(self, message: str) -> None:

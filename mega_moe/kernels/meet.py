@@ -28,7 +28,21 @@ from ..symmetric import Memory, heap_of_one_rank, heaps_of
 from .blocks import Resident, programs
 from .plan import begin_chunk, chunks_and_blocks, count_chunk, place_chunk, store_row_start
 from .schedule import Schedule, combine_tiles, empty_schedule, parts_of, shared_words, write_part
-from .signal import TOO_MANY_ROWS, arrive, draw, has_failed, leave, record, signal, tell_host, wait, wait_for_ranks
+from .signal import (
+    BACKWARD,
+    FORWARD,
+    OUT_OF_STEP,
+    TOO_MANY_ROWS,
+    arrive,
+    draw,
+    has_failed,
+    leave,
+    record,
+    signal,
+    tell_host,
+    wait,
+    wait_for_ranks,
+)
 from .tile import INTERPRETED
 
 
@@ -152,6 +166,7 @@ def meet_kernel(
     CALL: tl.constexpr,  # where those things stand that do not depend on the number of tokens
     FLAGS: tl.constexpr,
     ROWS_ARRIVED: tl.constexpr,
+    DIRECTION: tl.constexpr,
     PAGE: tl.constexpr,
     ROW_START: tl.constexpr,
     W: tl.constexpr,
@@ -201,6 +216,7 @@ def meet_kernel(
     if table_ptr is not None:
         combines = combine_tiles(T, token_start_ptr, RANKS, COMBINE_KIND, TOKENS)
         tickets += tl.cdiv(tl.maximum(max_rows // BLOCK_R + experts, combines), PART)
+    OURS: tl.constexpr = FORWARD if dy_ptr is None else BACKWARD
     # How many calls this process has been through; whoever leaves last counts this one.
     call_ptr = in_heap(tl.load(own_heaps_ptr), CALL, tl.int32)
     page_ptr = in_heap(tl.load(own_heaps_ptr), PAGE, tl.int64)
@@ -312,6 +328,7 @@ def meet_kernel(
             wait(published_ptr, copies + counts, False)
             heap = tl.load(own_heaps_ptr + rank)
             tl.store(in_heap(heap, ROWS_ARRIVED, tl.int32), 0)
+            tl.store(in_heap(heap, DIRECTION, tl.int32) + ((tl.load(call_ptr) + 1) & 1), OURS)
             peers = tl.arange(0, BLOCK_W)
             heaps = tl.load(heaps_ptr + peers, mask=peers < W, other=0)
             arrive((heaps + FLAGS).to(tl.pointer_type(tl.int32)) + first + rank, 1, peers < W)
@@ -322,6 +339,15 @@ def meet_kernel(
             ranks = tl.arange(0, BLOCK_W)
             flags_ptr = in_heap(tl.load(own_heaps_ptr), FLAGS, tl.int32)
             wait_for_ranks(flags_ptr + ranks, call, ranks < W, ranks, call, page_ptr, heaps_ptr, PAGE, W)
+            if has_failed(page_ptr) == 0:
+                heaps = tl.load(heaps_ptr + ranks, mask=ranks < W, other=0)
+                directions_ptr = (heaps + DIRECTION).to(tl.pointer_type(tl.int32)) + (call & 1)
+                theirs = tl.load(directions_ptr, mask=ranks < W, other=OURS)
+                apart = tl.min(tl.where(theirs != OURS, ranks, W))
+                if apart < W:
+                    its = tl.sum(tl.where(ranks == apart, theirs, 0))
+                    record(OUT_OF_STEP, call, its, its * 0 + OURS, apart, page_ptr, heaps_ptr, PAGE, W)
+                    tell_host(page_ptr)
             tl.store(apart_ptr, has_failed(page_ptr).to(tl.int32))
             signal(met_ptr, 1, False)
         elif ticket < planned:
@@ -525,6 +551,7 @@ def meet(
             CALL=at["call"],
             FLAGS=at["flags"],
             ROWS_ARRIVED=at["rows_arrived"],
+            DIRECTION=at["direction"],
             PAGE=at["page"],
             ROW_START=at["row_start"],
             W=layout.W,

@@ -6,6 +6,8 @@ stays over. Whoever waits for a counter must have drawn a later ticket than ever
 unfinished ticket never waits for a program that has not started, and a launch ends however few programs run at once.
 """
 
+import time
+
 import triton
 import triton.language as tl
 from triton.language.target_info import is_hip
@@ -27,6 +29,8 @@ WAITED_FOR, CLAIMED = tl.constexpr(symmetric.WAITED_FOR), tl.constexpr(symmetric
 LIMIT, MIRROR = tl.constexpr(symmetric.LIMIT), tl.constexpr(symmetric.MIRROR)
 PAGE_WORDS = tl.constexpr(symmetric.PAGE_WORDS)
 TIMED_OUT, TOO_MANY_ROWS = tl.constexpr(symmetric.TIMED_OUT), tl.constexpr(symmetric.TOO_MANY_ROWS)
+OUT_OF_STEP = tl.constexpr(symmetric.OUT_OF_STEP)
+FORWARD, BACKWARD = tl.constexpr(symmetric.FORWARD), tl.constexpr(symmetric.BACKWARD)
 
 
 def needs_fence() -> bool:
@@ -145,7 +149,7 @@ def wait_for_ranks(
 
     Who has waited for the page's LIMIT writes into the pages of all ranks what it waited for, and all end their waits.
     After this call, `has_failed(page_ptr)` tells. waited_for: of each counter the rank that adds to it, or -1. In the
-    interpreter the clock counts looks.
+    interpreter the time is over after MOST_POLLS looks as well.
     """
     late = 1
     polls = 0
@@ -157,14 +161,13 @@ def wait_for_ranks(
         polls += 1
         if late > 0:
             if polls % POLLS_A_GLANCE == 0:
-                now = tl.cast(polls, tl.int64)
-                limit = tl.load(page_ptr + LIMIT)
-                if INTERPRETED:
-                    limit = tl.where(limit > 0, tl.minimum(limit, MOST_POLLS), MOST_POLLS)
-                else:
-                    now = global_timer()
+                now = global_timer()
                 begun = tl.where(begun == 0, now, begun)
-                if (limit > 0) & (now - begun >= limit):
+                limit = tl.load(page_ptr + LIMIT)
+                over = (limit > 0) & (now - begun >= limit)
+                if INTERPRETED:
+                    over = over | (polls >= MOST_POLLS)
+                if over:
                     first = tl.min(tl.where(missing, waited_for, W))
                     its = missing & (waited_for == first)
                     found, expected = tl.sum(tl.where(its, shown, 0)), tl.sum(tl.where(its, arrivals, 0))
@@ -217,17 +220,25 @@ def tell_host(page_ptr):
 # --8<-- [end:ranks]
 
 
-@triton.jit
-def global_timer():
-    """Nanoseconds, the same on all processors, in jumps of about a microsecond."""
-    if is_hip():
-        return (
-            tl.inline_asm_elementwise(  # counts hundreds of nanoseconds, at 100 MHz
-                "s_memrealtime $0\ns_waitcnt lgkmcnt(0)", "=s", [], dtype=tl.int64, is_pure=False, pack=1
+if INTERPRETED:
+
+    def global_timer():
+        """The host's clock, in nanoseconds. No kernel's function, for a compiler would look into it."""
+        return tl.cast(time.monotonic_ns(), tl.int64)
+
+else:
+
+    @triton.jit
+    def global_timer():
+        """Nanoseconds, the same on all processors, in jumps of about a microsecond."""
+        if is_hip():
+            return (
+                tl.inline_asm_elementwise(  # counts hundreds of nanoseconds, at 100 MHz
+                    "s_memrealtime $0\ns_waitcnt lgkmcnt(0)", "=s", [], dtype=tl.int64, is_pure=False, pack=1
+                )
+                * 10
             )
-            * 10
-        )
-    return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+        return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
 
 
 @triton.jit

@@ -3,6 +3,7 @@ whenever they come; and who fails ends the others' calls."""
 
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -369,3 +370,44 @@ def test_a_module_over_ranks_computes_what_one_computes(tmp_path):
         torch.testing.assert_close(torch.cat([mine, its]), whole_of, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(one[-1] + other[-1], gate, rtol=1e-5, atol=1e-6)
     assert said.startswith("ValueError: x must be") and heard.startswith("RuntimeError: rank 1: x must be")
+
+
+def test_ranks_that_come_in_different_directions(over_ranks, tmp_path):
+    """One in backward where the other is in forward: both are told, and nobody goes on with what that computes. The
+    next call over the group makes new heaps."""
+    _, inputs, dy, tokens_per_rank = case("uneven")
+
+    def work(rank: int) -> tuple[str, Tensor]:
+        mine, its_dy = share(inputs, dy, tokens_per_rank, rank)
+        call = lambda leaves: moe(*leaves, stage=over_ranks.name, group=world())
+        right = call(leaves_of(mine))
+        y = call(leaves_of(mine))
+        dist.barrier()
+        said = what(lambda: y.backward(its_dy) if rank else call(leaves_of(mine)))
+        dist.barrier()
+        again = call(leaves_of(mine))
+        assert same_bits(again.detach(), right.detach())
+        return said
+
+    either = r"rank 0 came forward to call 3, where rank 1 came backward|rank 1 came backward .* rank 0 came forward"
+    assert all(re.search(either, said) for said in on_ranks(2, work, tmp_path))
+
+
+def test_ranks_seeded_alike_share_the_router_and_no_expert(tmp_path):
+    """As one usually seeds; and a layer of one rank is drawn as ever."""
+
+    def work(rank: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        return [w.detach() for w in MoE(**SIZES, group=world()).parameters()]
+
+    one, other = on_ranks(2, work, tmp_path)
+    assert same_bits(one[0], other[0])
+    assert not any(torch.isclose(a, b).all() for a, b in zip(one[1:], other[1:], strict=True))
+    with pytest.raises(TypeError, match="of which this process is a member"):
+        MoE(**SIZES, group=dist.GroupMember.NON_GROUP_MEMBER)
+
+
+def test_a_stage_of_one_rank_is_refused_when_a_layer_is_made(tmp_path):
+    """And costs nobody their heaps."""
+    said = on_ranks(2, lambda rank: what(MoE, **SIZES, group=world(), stage="persistent"), tmp_path)
+    assert all('over a group use "ranks" or "mega"' in each for each in said)
