@@ -23,11 +23,11 @@ if DEVICE == "cpu" and find_spec("triton"):
 
 SLICES = {
     "a rung": 120,
-    "ranks": 400,
+    "ranks": 640,
     "kernels": 140,
     "compile": 120,
-    "cross-compile": 260,
-    "lessons": 120,
+    "cross-compile": 320,
+    "lessons": 150,
     "the rest": 300,
 }
 """Seconds of one core that each part of the suite may take on a CPU, so that all of it stays within a quarter of an
