@@ -324,8 +324,12 @@ class ProcessHeaps(Heaps):
         layout = Layout(self.ranks, self.max_tokens, p.H, p.K, p.E, p.dtype, weights_dtype, parts)
         if (layout, device) not in self._kept:
             refuse_in_capture(device)
-            with torch.inference_mode(False):  # or nobody could write a message into it outside of that mode
-                self._kept[layout, device] = kept(lambda: self.make(layout, device), device)
+            try:
+                with torch.inference_mode(False):  # or nobody could write a message into it outside of that mode
+                    self._kept[layout, device] = kept(lambda: self.make(layout, device), device)
+            except Exception:
+                self.dead = True  # on all ranks: each raises here, or has refused
+                raise
         common, addresses, own = self._kept[layout, device]
         token_start = self.token_start(p.tokens_per_rank, device)
         return Memory(layout, common.heaps[self.first][None], addresses, own, token_start, self.first)

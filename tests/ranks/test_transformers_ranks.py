@@ -80,6 +80,7 @@ def train(model: transformers.PreTrainedModel, ids: Tensor) -> dict[str, Tensor]
 
 
 def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """In fp32, through whole models: eager experts add up in torch's order, and ranks' gradients in another."""
     assert got.keys() == expected.keys()
     for name, its in expected.items():
         torch.testing.assert_close(got[name], its, rtol=1e-4, atol=1e-5, msg=lambda told, name=name: f"{name}: {told}")
