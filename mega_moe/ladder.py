@@ -337,7 +337,7 @@ def facts(layer: Layer) -> dict:
     p = layer.problem
     dtype = next(name for name, dtype in DTYPES.items() if dtype == p.dtype)
     sizes = {letter: getattr(p, letter) for letter in "THIEK"}
-    ran = {"W": len(p.tokens_per_rank) or 1, "dtype": dtype, "routing": layer.routing, "save": p.save}
+    ran = {"W": p.W, "dtype": dtype, "routing": layer.routing, "save": p.save}
     return sizes | ran | {"precision": None}
 
 

@@ -286,7 +286,6 @@ def traces(node: Node, group: ProcessGroup, problem: Problem) -> tuple[str, dict
             traced = trace.trace(layer, direction)
             heaps.check()
             facts = found[direction] = traced.as_json()
-            facts["problem"] |= {"W": node.W}
             hidden = facts["hidden"]
             said.append(
                 f"  {direction:9} {traced.outcome()}; two steps or more at work {facts['overlap']:.0%} of the time"

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from cases import DIFFERENTIABLE, assert_same, layer, on_cpu, run, same_bits, train
+from cases import DIFFERENTIABLE, assert_same, layer, on_cpu, reroute, run, same_bits, train
 from forked import no_fork_warning, on_ranks, share, together
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -113,15 +113,8 @@ def case(name: str) -> tuple[Problem, Inputs, Tensor, tuple[int, ...]]:
     """The layer of a case, and how many tokens each rank has."""
     tokens_per_rank, E, K, routing, dtype = CASES[name]
     problem, inputs, dy = layer(T=sum(tokens_per_rank), E=E, K=K, H=32, I=32, dtype=dtype)
-    ids = inputs.topk_ids
-    if routing == "hot":
-        ids.fill_(E - 1)
-    elif routing == "duplicate":
-        ids[:, 1:] = ids[:, :1]
-    elif routing == "masked":
-        ids.flatten()[::3] = -1
-    elif routing == "all masked":
-        ids.fill_(-1)
+    ids = inputs.topk_ids.fill_(E - 1) if routing == "hot" else reroute(inputs.topk_ids, routing, E)
+    inputs = replace(inputs, topk_ids=ids)
     return problem, inputs, dy, tokens_per_rank
 
 

@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 import torch
-from cases import DEVICE, assert_parity, assert_same, lay_out, layer, run, same_bits, train
+from cases import DEVICE, assert_parity, assert_same, lay_out, layer, reroute, run, same_bits, train
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -53,15 +53,8 @@ def case(name: str) -> tuple[Problem, Inputs, Tensor, tuple[int, ...]]:
     """The layer of a case, and its tokens_per_rank."""
     tokens_per_rank, E, K, routing, dtype, save = CASES[name]
     problem, inputs, dy = layer(T=sum(tokens_per_rank), E=E, K=K, H=40, dtype=dtype)
-    ids = inputs.topk_ids
-    if routing == "hot":
-        ids.fill_(E - 1)
-    elif routing == "duplicate":
-        ids[:, 1:] = ids[:, :1]
-    elif routing == "masked":
-        ids.flatten()[::3] = -1
-    elif routing == "all masked":
-        ids.fill_(-1)
+    ids = inputs.topk_ids.fill_(E - 1) if routing == "hot" else reroute(inputs.topk_ids, routing, E)
+    inputs = replace(inputs, topk_ids=ids)
     return problem.at(save=save), inputs, dy, tokens_per_rank
 
 
