@@ -145,11 +145,11 @@ def view_of(heap: Tensor, layout: Layout, name: str) -> Tensor:
 # The error page.
 
 PAGE_WORDS = 64
-STATE, RANK, CALL, SHOWN, EXPECTED, WAITED_FOR, CLAIMED, LIMIT, MIRROR = range(9)
+STATE, RANK, CALL, SHOWN, EXPECTED, WAITED_FOR, CLAIMED, OWNER, LIMIT, MIRROR = range(10)
 MESSAGE = 16
-"""Words of an error page. STATE: what happened, one of the next three, 0 for nothing. RANK: whose page this is, and in
-a record who failed. CALL: its call. WAITED_FOR: the rank that did not arrive, or -1: rows. EXPECTED, SHOWN: how many
-arrivals, or rows; or the directions of two ranks. CLAIMED: who writes the record, the first to count here. LIMIT: how
+"""Words of an error page. STATE: what happened, one of the words below, 0 for nothing. RANK: who writes it. CALL: its
+call. WAITED_FOR: the rank that did not arrive, or -1: rows. EXPECTED, SHOWN: how many arrivals, or rows; or the
+directions of two ranks. CLAIMED: who may write all this, the first to count here. OWNER: whose page this is. LIMIT: how
 long to wait, in nanoseconds; 0: for ever. MIRROR: the address of a copy in the host's memory, 0 without. MESSAGE: of
 STATE SAID, up to its first zero, UTF-8."""
 
@@ -194,7 +194,7 @@ def open_pages(heaps: Tensor, layout: Layout, first: int, timeout_s: float) -> T
     on_gpu = heaps.device.type == "cuda"
     mirror = torch.zeros(PAGE_WORDS, dtype=torch.int64, pin_memory=True) if on_gpu else pages[0]
     for rank, page in enumerate(pages, first):
-        page[RANK].fill_(rank)
+        page[OWNER].fill_(rank)
         page[LIMIT].fill_(ceil(timeout_s * 1e9))
         page[MIRROR].fill_(mirror.data_ptr() if on_gpu else 0)
     return mirror

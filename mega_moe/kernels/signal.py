@@ -26,7 +26,7 @@ POLLS_A_GLANCE = tl.constexpr(1 if INTERPRETED else 64)
 STATE, RANK, CALL = tl.constexpr(symmetric.STATE), tl.constexpr(symmetric.RANK), tl.constexpr(symmetric.CALL)
 SHOWN, EXPECTED = tl.constexpr(symmetric.SHOWN), tl.constexpr(symmetric.EXPECTED)
 WAITED_FOR, CLAIMED = tl.constexpr(symmetric.WAITED_FOR), tl.constexpr(symmetric.CLAIMED)
-LIMIT, MIRROR = tl.constexpr(symmetric.LIMIT), tl.constexpr(symmetric.MIRROR)
+OWNER, LIMIT, MIRROR = (tl.constexpr(word) for word in (symmetric.OWNER, symmetric.LIMIT, symmetric.MIRROR))
 PAGE_WORDS = tl.constexpr(symmetric.PAGE_WORDS)
 TIMED_OUT, TOO_MANY_ROWS = tl.constexpr(symmetric.TIMED_OUT), tl.constexpr(symmetric.TOO_MANY_ROWS)
 OUT_OF_STEP = tl.constexpr(symmetric.OUT_OF_STEP)
@@ -187,7 +187,7 @@ def has_failed(page_ptr):
 @triton.jit
 def record(STATE_NOW: tl.constexpr, call, shown, expected, waited_for, page_ptr, heaps_ptr, PAGE, W: tl.constexpr):
     """Write into the error pages of all ranks what has happened here. In each page the first to claim it writes."""
-    own = tl.load(page_ptr + RANK)
+    own = tl.load(page_ptr + OWNER)
     for rank in tl.static_range(W):
         its_page_ptr = (tl.load(heaps_ptr + rank) + PAGE).to(tl.pointer_type(tl.int64))
         if tl.atomic_add(its_page_ptr + CLAIMED, 1, sem="acq_rel", scope="sys") == 0:

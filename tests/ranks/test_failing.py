@@ -4,14 +4,16 @@ import time
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from cases import DEVICE, assert_same, layer, on_cpu, train
 from triton.runtime.interpreter import InterpreterBuilder
 
 from mega_moe import LocalHeaps, moe
 from mega_moe.kernels import exchange, mega, signal
-from mega_moe.kernels.meet import meet
+from mega_moe.kernels.meet import in_heap, meet
 from mega_moe.shapes import Need
-from mega_moe.symmetric import view_of, what_happened
+from mega_moe.symmetric import CLAIMED, RANK, view_of, what_happened
 
 TOKENS = (2, 3)
 LATE = (
@@ -118,6 +120,26 @@ def test_more_rows_than_there_is_room_for():
         heap.check()
     assert plan.row_start.tolist() == [0, -1, -2, -3, -4] and plan.token_of_row.tolist() == [-1] * 5
     assert what_happened(memory.view(0, "page").cpu())
+
+
+@triton.jit
+def record_kernel(heaps_ptr, call, PAGE: tl.constexpr, W: tl.constexpr):
+    page_ptr = in_heap(tl.load(heaps_ptr), PAGE, tl.int64)
+    signal.record(signal.OUT_OF_STEP, call, call * 0 + 1, call * 0 + 2, call * 0 + 1, page_ptr, heaps_ptr, PAGE, W)
+
+
+def test_two_that_record_at_once():
+    """Rank 1 is about to write into rank 0's page when rank 0 writes into rank 1's: who it is stands there still."""
+    problem, inputs, _ = layer(T=5, E=4)
+    heap = LocalHeaps(2, 4)
+    memory, *_ = meet(problem.at(heap=heap.key, tokens_per_rank=TOKENS), inputs)
+    memory.view(0, "page")[CLAIMED] = 1
+    memory.view(0, "page")[RANK] = 1
+    record_kernel[(1,)](memory.addresses, 3, memory.layout.offsets()["page"], 2)
+    assert what_happened(memory.view(1, "page").cpu()).startswith(
+        "rank 0 came backward to call 3, where rank 1 came forward"
+    )
+    assert what_happened(memory.view(0, "page").cpu()) is None
 
 
 @on_cpu

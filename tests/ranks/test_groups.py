@@ -391,7 +391,8 @@ def test_ranks_that_come_in_different_directions(over_ranks, tmp_path):
         return said
 
     either = r"rank 0 came forward to call 3, where rank 1 came backward|rank 1 came backward .* rank 0 came forward"
-    assert all(re.search(either, said) for said in on_ranks(2, work, tmp_path))
+    said = on_ranks(2, work, tmp_path)
+    assert all(re.search(either, each) for each in said), "\n".join(said)
 
 
 def test_ranks_seeded_alike_share_the_router_and_no_expert(tmp_path):

@@ -20,7 +20,7 @@ from forked import no_fork_warning, on_ranks, what
 from mega_moe import processes
 from mega_moe.processes import KEPT, ShmHeaps, SymmetricHeaps, heaps_for, refuse
 from mega_moe.shapes import Problem
-from mega_moe.symmetric import LIMIT, RANK, Memory, heaps_of, view_of, what_happened
+from mega_moe.symmetric import LIMIT, OWNER, Memory, heaps_of, view_of, what_happened
 
 pytestmark = no_fork_warning
 
@@ -63,7 +63,7 @@ def write_and_read(group: dist.ProcessGroup | None = None) -> ShmHeaps:
     assert m.heaps.shape == (1, m.layout.bytes) and m.first == rank and m.token_start.tolist() == [0, 3]
     assert m.addresses[rank] == m.own == m.heaps.data_ptr()
     assert not any(m.view(rank, name).any() for name in ("call", "flags", "rows_arrived"))
-    assert m.view(rank, "page").nonzero().flatten().tolist() == ([RANK] if rank else []) + [LIMIT]
+    assert m.view(rank, "page").nonzero().flatten().tolist() == ([OWNER] if rank else []) + [LIMIT]
     assert m.view(rank, "page")[LIMIT] == 20 * 10**9
     assert m.view(rank, "slots").isnan().all() and (m.view(rank, "row_start") == -1).all()
     dist.barrier(group)  # all have seen what a new heap holds
