@@ -80,9 +80,10 @@ def moe(
             that is not positive, ranks that do not divide E.
         RuntimeError: the stage cannot run here (the message is its why_not), an input has a forward-mode tangent, or a
             call over these heaps has failed before: a rank died, raised, made other calls, or would have received more
-            rows than it has room for. What a failed call computes is NaN.
+            rows than it has room for; what a failed call computes is NaN. By all_to_all: a rank raised this about its
+            arguments, or came in another direction or with another layer; all ranks raise, before rows travel.
     """
-    with peers_are_told(group, heap):
+    with peers_are_told(group, heap, w_down.device):
         if group is not None or isinstance(heap, Heaps):
             w_gate_up, w_down = shard_of("w_gate_up", w_gate_up), shard_of("w_down", w_down)
         if dtype := autocast_dtype(x):
@@ -93,7 +94,7 @@ def moe(
             refuse_forward_mode(x, topk_weights, w_gate_up, w_down)
     if group is not None and heap is None and not torch.compiler.is_compiling():
         heap = processes.heaps_for(group, x.device.type, len(x))
-    key = key_of(group, heap)
+    key = key_of(group, heap, x.device)
     stage = stage or default_stage(key != 0, heap)
     save = worth_saving(save or ("inputs" if key else "pre"), x, topk_weights, w_gate_up, w_down)
     tokens = None if tokens_per_rank is None else list(tokens_per_rank)
@@ -249,29 +250,35 @@ def check_tokens(heap: LocalHeaps, tokens_per_rank: tuple[int, ...] | None, T: i
         )
 
 
-def peers_are_told(group: ProcessGroup | None, heap: Heaps | str | None) -> AbstractContextManager:
+def peers_are_told(
+    group: ProcessGroup | None, heap: Heaps | str | None, device: torch.device
+) -> AbstractContextManager:
     """In it, what is raised about the arguments is told to the other ranks: this one will not meet them, and they would
-    wait. Not while a call is compiled, which all ranks do together."""
-    return nullcontext() if torch.compiler.is_compiling() else telling(group, heap)
+    wait. device: of the weights, which are where they belong even if a token is not: by all_to_all it is told there.
+    Not while a call is compiled, which all ranks do together."""
+    return nullcontext() if torch.compiler.is_compiling() else telling(group, heap, device)
 
 
 @contextmanager
-def telling(group: ProcessGroup | None, heap: Heaps | str | None) -> Iterator[None]:
+def telling(group: ProcessGroup | None, heap: Heaps | str | None, device: torch.device) -> Iterator[None]:
     """`peers_are_told`, of a call that runs."""
     try:
         yield
     except (RuntimeError, TypeError, ValueError) as error:
         if isinstance(heap, processes.ProcessHeaps):
             heap.refuse(str(error))
-        elif isinstance(group, ProcessGroup) and heap != ALL_TO_ALL:
-            processes.refuse(group, str(error))
+        elif isinstance(group, ProcessGroup):
+            if heap == ALL_TO_ALL:
+                all_to_all(group, device).refuse(str(error))
+            else:
+                processes.refuse(group, str(error))
         raise
 
 
-def key_of(group: ProcessGroup | None, heap: Heaps | str | None) -> int:
+def key_of(group: ProcessGroup | None, heap: Heaps | str | None, device: torch.device) -> int:
     """The key of heaps, or of what stands for them; 0 for one rank."""
     if heap == ALL_TO_ALL:
-        return key_of_all_to_all(group)
+        return key_of_all_to_all(group, device)
     if heap is None:
         return 0 if group is None else key_of_group(group)
     return heap.key
@@ -286,8 +293,8 @@ def constant(function: Callable) -> Callable:
 
 
 @constant
-def key_of_all_to_all(group: ProcessGroup) -> int:
-    return all_to_all(group).key
+def key_of_all_to_all(group: ProcessGroup, device: torch.device) -> int:
+    return all_to_all(group, device).key
 
 
 @constant

@@ -33,8 +33,8 @@ def forward(
     """y (T, H), and what backward needs as a flat list (`Saved.tensors`)."""
     inputs = Inputs(x, topk_ids, topk_weights, w_gate_up, w_down)
     problem = problem_of(inputs, swiglu_limit, save, num_reserved_sms, heap, tokens_per_rank)
-    rung = rung_of(stage)
     try:
+        rung = rung_of(stage)
         if reason := rung.why_not(problem):
             raise RuntimeError(reason)
         if check_ids or not x.is_cuda:

@@ -5,6 +5,11 @@ collective goes further: all_to_all sends a block of rows from every rank to eve
 It is also what a layer without fusion pays, so it is what heaps are measured against. Its price is that blocks must be
 known before they travel: ranks tell each other how many rows they send, and the host waits to read it.
 
+With these counts goes a *header*, which says in what call a rank comes. Whoever reads that another came in another one,
+or was called with wrong arguments, raises before any row travels; all read the same, so all raise, and the group goes
+on with the next call. For this the first thing that ranks exchange must have one size, whatever each of them came for:
+a *block* of the header and of as many counts as any layer of this group has needed so far.
+
 A rank plans its own tokens over the experts of all ranks (kernels/plan.py). In the order of that plan the rows for one
 rank's experts stand side by side: they are the block. Blocks arrive ordered by home rank, then expert, and are turned
 to expert, home rank: then the rows of an expert stand in the order (home rank, token, slot), in which one rank that
@@ -20,16 +25,67 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .shapes import Plan
-from .symmetric import MOST_TOKENS, Heaps
+from .symmetric import BACKWARD, FORWARD, MOST_TOKENS, Heaps
+
+REFUSED = 0  # in the place of a direction
+DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)  # by the number that stands for them in a header
+MESSAGE_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class Call:
+    """What all ranks must have in common that come to an exchange. What is 0 or None is not said.
+
+    Attributes:
+        direction: FORWARD or BACKWARD.
+        E: experts, of all ranks.
+        H: hidden size.
+        K: routes per token.
+        dtype: of the rows.
+        weights_dtype: of topk_weights.
+    """
+
+    direction: int
+    E: int
+    H: int = 0
+    K: int = 0
+    dtype: torch.dtype | None = None
+    weights_dtype: torch.dtype | None = None
+
+    def header(self) -> list[int]:
+        """As numbers, which a collective carries. The first is not REFUSED."""
+        sizes = [self.direction, self.E, self.H, self.K]
+        return [*sizes, *(DTYPES.index(dtype) for dtype in (self.dtype, self.weights_dtype))]
+
+    @classmethod
+    def of(cls, header: list[int]) -> "Call":
+        """The inverse of `header`."""
+        *sizes, dtype, weights_dtype = header
+        return cls(*sizes, DTYPES[dtype], DTYPES[weights_dtype])
+
+    def words(self) -> list[str]:
+        """How a rank came, fact by fact."""
+        direction, *facts = vars(self).items()
+        return [{FORWARD: "forward", BACKWARD: "backward"}[direction[1]], *(f"with {n} = {fact}" for n, fact in facts)]
+
+
+HEADER = len(Call(FORWARD, 0).header())  # numbers
 
 
 class AllToAll(Heaps):
-    """A process group, where heaps would stand if its ranks reached each other's memory. It keeps nothing."""
+    """A process group, where heaps would stand if its ranks reached each other's memory.
 
-    def __init__(self, group: ProcessGroup):
+    Attributes:
+        device: where the tensors of its calls are.
+        room: counts in a block, of rows for the experts of a rank. It grows when all ranks have come with a layer of
+            more experts, and so is the same on all of them.
+    """
+
+    def __init__(self, group: ProcessGroup, device: torch.device):
         W = dist.get_world_size(group)
         super().__init__(W, dist.get_rank(group), 1, max_tokens=MOST_TOKENS // W, timeout_s=0)
         self._group = ref(group)  # whoever made it keeps it
+        self.device, self.room = device, 0
 
     @property
     def group(self) -> ProcessGroup:
@@ -43,17 +99,86 @@ class AllToAll(Heaps):
         """There is no limit to the rows of a rank: they are counted before they travel."""
         return dict(ranks=self.ranks, max_rows=0)
 
+    def exchange(self, header: list[int], counts: Tensor) -> tuple[list[list[int]], Tensor]:
+        """Send each rank a block: the header, and of counts (W, up to room) its own row. Collective, the same size on
+        all ranks at all times. Waits for the device, once.
 
-BY_GROUP: WeakKeyDictionary[ProcessGroup, AllToAll] = WeakKeyDictionary()
+        Returns for each rank its header, how many rows go there and how many come from there; and the counts that have
+        arrived, shaped as those that went. Unless all headers are alike, only they mean anything.
+        """
+        columns = slice(HEADER, HEADER + counts.shape[1])
+        blocks = torch.empty(self.ranks, HEADER + self.room, dtype=torch.int32, device=self.device)
+        # From pinned memory a copy does not wait for the device.
+        own = torch.tensor(header, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        blocks[:, :HEADER] = own.to(self.device, non_blocking=True)
+        blocks[:, columns] = counts
+        arrived = torch.empty_like(blocks)
+        dist.all_to_all_single(arrived, blocks, group=self.group)
+        counts_here = arrived[:, columns]
+        sent, received = counts.sum(1, keepdim=True), counts_here.sum(1, keepdim=True)
+        return torch.cat((arrived[:, :HEADER], sent, received), 1).tolist(), counts_here
+
+    def messages(self, own: str) -> list[str]:
+        """What each rank has to say, of a long message the beginning. Collective."""
+        text = bytearray(own.encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES, b"\0"))
+        said = torch.frombuffer(text, dtype=torch.uint8).to(self.device).repeat(self.ranks, 1)
+        heard = torch.empty_like(said)
+        dist.all_to_all_single(heard, said, group=self.group)
+        return [bytes(text).partition(b"\0")[0].decode(errors="ignore") for text in heard.tolist()]
+
+    def meet(self, call: Call, counts: Tensor) -> tuple[list[int], list[int], Tensor]:
+        """As `exchange`, between ranks that come in the same call: how many rows go to each rank, how many come from
+        each, and the counts that have arrived. Raises RuntimeError, on all ranks, where they do not."""
+        header = call.header()
+        told, counts_here = self.exchange(header, counts)
+        if any(of_rank[:HEADER] != header for of_rank in told):
+            self.raise_difference([of_rank[:HEADER] for of_rank in told])
+        *_, sent, received = zip(*told, strict=True)
+        return list(sent), list(received), counts_here
+
+    def raise_difference(self, headers: list[list[int]]) -> None:
+        """Raise RuntimeError: what ranks say that refuse; without any, how ranks differ. Collective."""
+        if refused := [rank for rank, (direction, *_) in enumerate(headers) if direction == REFUSED]:
+            messages = self.messages("")
+            raise RuntimeError("; ".join(f"rank {rank}: {messages[rank]}" for rank in refused))
+        raise RuntimeError(difference([Call.of(header) for header in headers]))
+
+    def refuse(self, message: str) -> None:
+        """Come to the exchange that the other ranks wait in, and tell them why this one does not take part in the call,
+        before it raises: they raise this message. Collective with their call, and so waits for it."""
+        self.exchange([REFUSED] * HEADER, torch.empty(self.ranks, 0, dtype=torch.int32, device=self.device))
+        self.messages(message)
 
 
-def all_to_all(group: ProcessGroup) -> AllToAll:
-    """What stands for the group, the same each time. Raises ValueError where this process is not one of its ranks."""
+BY_GROUP: WeakKeyDictionary[ProcessGroup, dict[torch.device, AllToAll]] = WeakKeyDictionary()
+
+
+def all_to_all(group: ProcessGroup, device: torch.device) -> AllToAll:
+    """What stands for the group in calls with tensors on this device, the same each time. Raises ValueError where this
+    process is not one of its ranks."""
     if dist.get_rank(group) < 0:
         raise ValueError("this process is not a rank of the group: call moe in those that are")
-    if group not in BY_GROUP:
-        BY_GROUP[group] = AllToAll(group)
-    return BY_GROUP[group]
+    of_group = BY_GROUP.setdefault(group, {})
+    if device not in of_group:
+        of_group[device] = AllToAll(group, device)
+    return of_group[device]
+
+
+def difference(calls: list[Call]) -> str:
+    """How the calls differ in which ranks have come.
+
+    Example: forward on ranks 0 and 2, backward on rank 1 -> "rank 1 came backward where rank 0, 2 came forward: ..."
+    """
+    ranks_with: dict[Call, list[str]] = {}
+    for rank, call in enumerate(calls):
+        ranks_with.setdefault(call, []).append(str(rank))
+    (first, its), *others = ranks_with.items()
+    told = []
+    for call, ranks in others:
+        here, there = zip(*(pair for pair in zip(call.words(), first.words()) if pair[0] != pair[1]))
+        came = f"rank {', '.join(ranks)} came {', '.join(here)} where rank {', '.join(its)} came {', '.join(there)}"
+        told.append(came)
+    return f"{'; '.join(told)}: all ranks must make the same calls in the same order"
 
 
 @dataclass(frozen=True)
@@ -94,18 +219,25 @@ class Exchange:
         return returned
 
 
-def agree(plan: Plan, group: ProcessGroup) -> Exchange:
+def agree(plan: Plan, group: ProcessGroup, call: Call | None = None) -> Exchange:
     """Tell each rank of the group how many rows its experts get from here, and hear the same from all.
 
     plan: that of this rank's own tokens over the E experts of all W ranks, of which rank r owns r*L .. r*L+L-1 where
-    L = E / W. Ranks may have any number of tokens, also none, but call this alike: it is collective. It waits for the
-    device, to read 2W numbers on the host: no graph can capture it.
+    L = E / W. Ranks may have any number of tokens, also none, but call this alike: it is collective. call: what they
+    must come with beside E; None: nothing. It waits for the device, to read the headers and 2W numbers on the host, so
+    no graph can capture it; where L is larger than in any call of this group before, twice.
+
+    Raises RuntimeError on all ranks, and leaves the group as it was, where ranks have come in different calls, or one
+    has refused its arguments (see `mega_moe.moe`).
     """
-    W, E = dist.get_world_size(group), len(plan.row_start) - 1
-    counts = plan.row_start.diff().view(W, E // W)  # of this rank's rows, for each rank and expert there
-    counts_here = torch.empty_like(counts)  # from each rank, for each expert here
-    dist.all_to_all_single(counts_here, counts, group=group)
-    sent, received = torch.stack((counts.sum(1), counts_here.sum(1))).tolist()
+    E, peers = len(plan.row_start) - 1, all_to_all(group, plan.row_start.device)
+    call = call or Call(FORWARD, E)
+    counts = plan.row_start.diff().view(peers.ranks, E // peers.ranks)  # of this rank's rows, for each rank and expert
+    L = counts.shape[1]
+    if L > peers.room:
+        peers.meet(call, counts[:, :0])  # to make room together, all must have come with this L
+        peers.room = L
+    sent, received, counts_here = peers.meet(call, counts)  # counts_here: from each rank, for each expert here
     return Exchange(group, sent, received, *by_expert(counts_here, sum(received)))
 
 

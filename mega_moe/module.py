@@ -185,7 +185,7 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., H) -> y of the same shape."""
-        with peers_are_told(self.group, self.heap):
+        with peers_are_told(self.group, self.heap, self.experts.down_proj.device):
             topk_ids, topk_weights, _ = self.route(x)
         y = self.experts(
             x.reshape(-1, x.shape[-1]),

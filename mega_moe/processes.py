@@ -460,10 +460,10 @@ def heaps_made_for(group: ProcessGroup) -> ProcessHeaps:
 
 
 def refuse(group: ProcessGroup | None, message: str) -> None:
-    """As `ProcessHeaps.refuse`, on the heaps of a group that `heaps_for` has made; where it has made none, the other
-    ranks are about to make them at this call, and hear it there."""
+    """As `ProcessHeaps.refuse`, on the heaps of a group that `heaps_for` has made; where it has made none, or they are
+    dead, the other ranks are about to make them at this call, and hear it there."""
     group = member(group)
-    heaps = [heaps for heaps in KEPT.get(group, {}).values() if not heaps.closed]
+    heaps = [heaps for heaps in KEPT.get(group, {}).values() if not heaps.closed and not heaps.dead]
     for each in heaps:
         each.refuse(message)
     if not heaps:

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..exchange import Exchange, agree
+from ..exchange import Call, Exchange, agree
 from ..shapes import Inputs, Plan, Problem
-from ..symmetric import Memory, heaps_of
+from ..symmetric import BACKWARD, FORWARD, Memory, heaps_of
 from .blocks import blocks_for, launch_options
 from .combine import combine, dispatch_backward
 from .meet import home_of_token, in_heap, meet, rows_in_heap
@@ -346,7 +346,9 @@ def meet_peers(
     saved: the same routes make the same rows."""
     if problem.by_all_to_all:
         plan = plan or make_plan(inputs.topk_ids, problem.E)
-        exchange = agree(plan, heaps_of(problem.heap).group)
+        direction = FORWARD if dy is None else BACKWARD
+        call = Call(direction, problem.E, problem.H, problem.K, problem.dtype, inputs.topk_weights.dtype)
+        exchange = agree(plan, heaps_of(problem.heap).group, call)
         own = as_tokens(exchange.row_start, sum(exchange.received))
         return ByAllToAll(inputs, dy, exchange, plan, own)
     memory, met, _ = meet(problem, inputs, dy)

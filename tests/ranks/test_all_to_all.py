@@ -1,22 +1,25 @@
 """One process a rank, over torch.distributed: rows are exchanged by all_to_all, and a layer computes what one process
-computes, to the bit."""
+computes, to the bit. Ranks that do not belong together all say so, and go on."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from cases import DIFFERENTIABLE, assert_same, layer, on_cpu, reroute, run, same_bits, train
-from forked import no_fork_warning, on_ranks, share, together
+from forked import no_fork_warning, on_ranks, share, together, what
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from mega_moe import moe
-from mega_moe.exchange import agree, by_expert
+from mega_moe import MoE, moe
+from mega_moe.exchange import MESSAGE_BYTES, Call, agree, all_to_all, by_expert, difference
 from mega_moe.registry import stage
 from mega_moe.routing import plan as plan_of
 from mega_moe.shapes import Grads, Inputs, Problem
+from mega_moe.symmetric import BACKWARD, FORWARD
 
 pytestmark = [
     on_cpu,  # processes are forked, which a process that has used a GPU does not survive
@@ -188,6 +191,162 @@ def test_compiled_and_checkpointed_equal_eager(how, tmp_path):
         return all(map(same_bits, *results))
 
     assert on_ranks(2, work, tmp_path) == [True, True]
+
+
+# Ranks that do not belong together: one of them, the odd one, does otherwise. Nobody waits, and the group goes on.
+
+FEW = dict(E=8, H=16, I=16, K=2)
+OTHERS = {  # what the odd rank's layer has of its own; how that rank came, and the others
+    "H": (dict(H=8), "with H = 8", "with H = 16"),
+    "K": (dict(K=1), "with K = 1", "with K = 2"),
+    "fewer experts": (dict(E=4), "with E = 4", "with E = 8"),
+    "more experts": (dict(E=12), "with E = 12", "with E = 8"),
+    "dtype": (dict(dtype=torch.float16), "with dtype = torch.float16", "with dtype = torch.bfloat16"),
+    "two facts": (dict(H=8, K=3), "with H = 8, with K = 3", "with H = 16, with K = 2"),
+}
+LIKE_X = ("with weights_dtype = torch.bfloat16", "with weights_dtype = torch.float32")
+WRONG = {  # who refuses the odd rank's arguments, and what is raised there
+    "moe": "TypeError: w_down is torch.float16 and x is torch.bfloat16",
+    "the operator": "ValueError: topk_ids[0, 0] is 8: ids are 0 .. 7",
+    "the stage": "RuntimeError: all_to_all counts rows while it runs",
+    "the ladder": "ValueError: stage='none': the stages are",
+    "the module": "ValueError: x must be (..., hidden_size) = (..., 16), not of shape (3, 8)",
+}
+
+
+def of_rank(rank: int, W: int, **changes) -> tuple[Inputs, Tensor]:
+    """What a rank with one token holds of a layer."""
+    _, inputs, dy = layer(T=W, **(FEW | changes))
+    return share(inputs, dy, (1,) * W, rank)
+
+
+def call(inputs: Inputs, **options) -> Tensor:
+    """y of this rank."""
+    return moe(**vars(inputs), **(dict(stage="ranks", group=dist.group.WORLD, heap="all_to_all") | options))
+
+
+def wrong_call(name: str, inputs: Inputs) -> Tensor:
+    """One that is refused."""
+    match name:
+        case "moe":
+            return call(replace(inputs, w_down=inputs.w_down.half()))
+        case "the operator":
+            return call(replace(inputs, topk_ids=inputs.topk_ids + 8 - inputs.topk_ids[0, 0]))
+        case "the stage":
+            return call(replace(inputs, x=inputs.x.clone().requires_grad_()), save="pre")
+        case "the ladder":
+            return call(inputs, stage="none")
+        case "the module":
+            return MoE(16, 16, 8, 2, group=dist.group.WORLD, heap="all_to_all")(torch.zeros(3, 8))
+
+
+def assert_all_say(texts: tuple[str, ...], odd: int, its: str, of_others: str) -> None:
+    """What ranks have raised: that the odd one came otherwise than rank 0 and the rest."""
+    others = ", ".join(str(rank) for rank in range(len(texts)) if rank != odd)
+    came = f"rank {odd} came {its} where rank {others} came {of_others}"
+    assert set(texts) == {f"RuntimeError: {came}: all ranks must make the same calls in the same order"}
+
+
+def said_and_then_right(
+    W: int, work: Callable[[int, Inputs, Tensor], list[str]], folder: Path
+) -> list[tuple[str, ...]]:
+    """What all ranks have raised each time, where work(rank, inputs, dy) returns it of one rank. In the end they
+    compute the layer of these inputs together, which must be right to the bit."""
+    problem, inputs, dy = layer(T=W, **FEW)
+    expected = run(stage("persistent"), problem, inputs, dy)  # first, so that forks need not import kernels
+
+    def work_on(rank: int) -> tuple[list[str], tuple[Tensor, Grads]]:
+        mine = of_rank(rank, W)
+        return work(rank, *mine), train_rank(*mine)
+
+    said, results = zip(*on_ranks(W, work_on, folder), strict=True)
+    assert_same(together(results), expected)
+    return list(zip(*said, strict=True))
+
+
+def test_differences_are_told_of_ranks_that_came_alike():
+    came = [Call(FORWARD, 8, 32), Call(BACKWARD, 8, 32), Call(FORWARD, 4, 16), Call(BACKWARD, 8, 32)]
+    expected = (
+        "rank 1, 3 came backward where rank 0 came forward; "
+        "rank 2 came with E = 4, with H = 16 where rank 0 came with E = 8, with H = 32: all ranks must"
+    )
+    assert difference(came).startswith(expected)
+
+
+@pytest.mark.parametrize("W", [2, 4])
+def test_ranks_that_come_with_other_layers_all_say_so(W, tmp_path):
+    """Before they have agreed on anything, and later, when a block has room for counts."""
+    odd = W // 2
+
+    def work(rank: int, mine: Inputs, _: Tensor) -> list[str]:
+        like_x = replace(mine, topk_weights=mine.topk_weights.bfloat16())
+        others = [*(of_rank(rank, W, **changes)[0] for changes, *_ in OTHERS.values()), like_x]
+        meet_them = lambda: [what(call, other if rank == odd else mine) for other in others]
+        first = meet_them()
+        call(mine)
+        return first + meet_them()
+
+    ways = [*(ways for _, *ways in OTHERS.values()), LIKE_X]
+    for texts, way in zip(said_and_then_right(W, work, tmp_path), 2 * ways, strict=True):
+        assert_all_say(texts, odd, *way)
+
+
+@pytest.mark.parametrize("W", [2, 4])
+def test_ranks_that_come_in_other_directions_all_say_so(W, tmp_path):
+    """One goes back where the others go forward, and the other way round; or back through another layer than they."""
+    odd = W // 2
+    ways = [("backward", "forward"), ("forward", "backward"), ("backward of H = 8", "backward")]
+
+    def work(rank: int, mine: Inputs, dy: Tensor) -> list[str]:
+        narrow, narrow_dy = of_rank(rank, W, H=8)
+        y, narrow_y = (call(replace(each, x=each.x.clone().requires_grad_())) for each in (mine, narrow))
+        steps = {
+            "forward": partial(call, mine),
+            "backward": partial(y.backward, dy, retain_graph=True),
+            "backward of H = 8": partial(narrow_y.backward, narrow_dy),
+        }
+        return [what(steps[way[0] if rank == odd else way[1]]) for way in ways]
+
+    said = said_and_then_right(W, work, tmp_path)
+    for texts, way in zip(said, [*ways[:2], ("with H = 8", "with H = 16")], strict=True):
+        assert_all_say(texts, odd, *way)
+
+
+@pytest.mark.parametrize("W", [2, 4])
+def test_a_rank_that_is_refused_tells_the_others(W, tmp_path):
+    """Whoever refuses it; the other ranks may have come with more experts than there is room for. In the end rank 0 is
+    refused as well, for another reason."""
+    odd = W // 2
+
+    def work(rank: int, mine: Inputs, _: Tensor) -> list[str]:
+        larger, _ = of_rank(rank, W, E=12)
+        made = [*((name, mine) for name in WRONG), ("moe", larger)]
+        wrong = {0: "the ladder", odd: "the operator"}.get(rank)
+
+        def hear_them() -> list[str]:
+            said = [what(wrong_call, name, mine) if rank == odd else what(call, other) for name, other in made]
+            return [*said, what(wrong_call, wrong, mine) if wrong else what(call, mine)]
+
+        first = hear_them()
+        call(mine)
+        return first + hear_them()
+
+    said = said_and_then_right(W, work, tmp_path)
+    reason = lambda rank, texts: f"rank {rank}: {texts[rank].partition(': ')[2]}"
+    for texts, name in zip(said, 2 * [*WRONG, "moe", "both"], strict=True):
+        if name == "both":
+            assert texts[0].startswith(WRONG["the ladder"]) and texts[odd].startswith(WRONG["the operator"])
+            heard, others = f"{reason(0, texts)}; {reason(odd, texts)}", set(range(W)) - {0, odd}
+        else:
+            assert texts[odd].startswith(WRONG[name])
+            heard, others = reason(odd, texts), set(range(W)) - {odd}
+        assert all(texts[rank] == f"RuntimeError: {heard}" for rank in others)
+
+
+def test_a_long_message_is_cut_between_letters(tmp_path):
+    long = "x" + "\u00e9" * MESSAGE_BYTES
+    say = lambda rank: all_to_all(dist.group.WORLD, torch.device("cpu")).messages(["", long][rank])
+    assert on_ranks(2, say, tmp_path) == [["", long[: MESSAGE_BYTES // 2]]] * 2
 
 
 def test_what_cannot_run_says_why():

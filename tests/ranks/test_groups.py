@@ -252,18 +252,22 @@ def test_what_is_wrong_on_one_rank_ends_the_others_calls(before, tmp_path):
         assert raised.startswith(expected) and told.startswith(f"RuntimeError: rank 1: {message[:200]}")
 
 
-def test_what_is_wrong_at_a_groups_first_call(tmp_path):
-    """There are no heaps yet, and the next call makes them."""
+def test_what_is_wrong_where_a_group_has_no_heaps(tmp_path):
+    """At its first call, and twice in a row: there are none yet, or those that died the time before. The next call
+    makes them."""
     _, inputs, dy = layer(T=4, E=4)
 
-    def work(rank: int) -> str:
+    def work(rank: int) -> list[str]:
         mine, _ = share(inputs, dy, (2, 2), rank)
-        raised = what(moe, **vars(mine) | dict(group=world(), save="act" if rank == 1 else None))
-        moe(**vars(mine), group=world())
+        call, raised = partial(moe, **vars(mine), group=world()), []
+        for times in (1, 3):
+            raised += [what(call, save=f"act {n}" if rank == 1 else None) for n in range(times)]
+            call()
+            dist.barrier()  # who is told while it still computes, gives that up
         return raised
 
-    heard, said = on_ranks(2, work, tmp_path)
-    assert said.startswith("ValueError: save must be") and heard == f"RuntimeError: rank 1: {said[12:]}"
+    for heard, said in zip(*on_ranks(2, work, tmp_path), strict=True):
+        assert said.startswith("ValueError: save must be") and heard.startswith(f"RuntimeError: rank 1: {said[12:]}")
 
 
 @pytest.mark.parametrize("name, when", [("ranks", "between its calls"), ("mega", "at some moment")])
