@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from . import autograd, processes
 from .exchange import all_to_all
 from .registry import DEFAULT, DEFAULT_OVER_RANKS
-from .shapes import SAVES
+from .shapes import PRECISIONS, SAVES
 from .symmetric import Heaps, LocalHeaps
 
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -30,6 +30,7 @@ def moe(
     w_down: Tensor,
     *,
     stage: str | None = None,
+    precision: str | None = None,
     save: str | None = None,
     swiglu_limit: float | None = None,
     check_ids: bool = False,
@@ -50,6 +51,11 @@ def moe(
         w_down: (E, H, I), in x's dtype; with a group likewise.
         stage: which rung computes it, a name from `mega_moe.LADDER`. All of them give the same result. None:
             `mega_moe.registry.DEFAULT`; over ranks DEFAULT_OVER_RANKS, with "all_to_all" "ranks".
+        precision: what the matrix products read. None: x's dtype, as does "bf16" with an x in bf16. "fp8": all of them
+            e4m3 numbers with a scale for each 1x128 of tokens, activations and gradients and 128x128 of a weight;
+            "fp8_bwd": backward's alone; "mxfp8": e4m3 with a power of two for each 32. Sums, SwiGLU and everything
+            between products stay as they are, and so do y's and the gradients' dtypes. docs/math.md says what is
+            rounded where; the reference computes all of them, other stages those that their why_not lets through.
         save: "pre" keeps the experts' R * 2I activations before SwiGLU for backward (R = T*K rows, x's dtype); "inputs"
             keeps the inputs and the plan of rows, and backward makes them again: it then multiplies a third more, to
             the same bits. None: "pre", over ranks "inputs". Where no gradient can be asked for, nothing is kept.
@@ -76,8 +82,8 @@ def moe(
 
     Raises:
         TypeError: a dtype that does not fit, named with its argument.
-        ValueError: a shape, device, stage, save or tokens_per_rank that does not fit, an id outside the table, a limit
-            that is not positive, ranks that do not divide E.
+        ValueError: a shape, device, stage, precision, save or tokens_per_rank that does not fit, an id outside the
+            table, a limit that is not positive, ranks that do not divide E.
         RuntimeError: the stage cannot run here (the message is its why_not), an input has a forward-mode tangent, or a
             call over these heaps has failed before: a rank died, raised, made other calls, or would have received more
             rows than it has room for; what a failed call computes is NaN. By all_to_all: a rank raised this about its
@@ -88,7 +94,7 @@ def moe(
             w_gate_up, w_down = shard_of("w_gate_up", w_gate_up), shard_of("w_down", w_down)
         if dtype := autocast_dtype(x):
             x, w_gate_up, w_down = (t.to(dtype) if t.dtype in DTYPES else t for t in (x, w_gate_up, w_down))
-        check(x, topk_ids, topk_weights, w_gate_up, w_down, swiglu_limit, save, num_reserved_sms)
+        check(x, topk_ids, topk_weights, w_gate_up, w_down, swiglu_limit, save, precision, num_reserved_sms)
         check_ranks(group, heap, tokens_per_rank, len(x), len(w_down))
         if not torch.compiler.is_compiling():
             refuse_forward_mode(x, topk_weights, w_gate_up, w_down)
@@ -98,7 +104,7 @@ def moe(
     stage = stage or default_stage(key != 0, heap)
     save = worth_saving(save or ("inputs" if key else "pre"), x, topk_weights, w_gate_up, w_down)
     tokens = None if tokens_per_rank is None else list(tokens_per_rank)
-    options = (stage, swiglu_limit, save, num_reserved_sms, key, tokens, check_ids)
+    options = (stage, swiglu_limit, save, precision or "bf16", num_reserved_sms, key, tokens, check_ids)
     y, _ = autograd.forward(x, topk_ids, topk_weights, w_gate_up, w_down, *options)
     return y
 
@@ -149,6 +155,7 @@ def check(
     w_down: Tensor,
     swiglu_limit: float | None,
     save: str | None,
+    precision: str | None,
     num_reserved_sms: int,
 ) -> None:
     """Raise what `moe` documents, from shapes, dtypes, devices and the options alone."""
@@ -185,10 +192,16 @@ def check(
             raise ValueError(f"{letter} = 0: only T may be zero")
     if T * K > MOST_ROWS:
         raise ValueError(f"T * K = {T * K} rows, more than {MOST_ROWS}: split the tokens into several calls")
-    check_options(swiglu_limit, save, num_reserved_sms)
+    check_options(swiglu_limit, save, precision, num_reserved_sms)
+    if precision == "bf16" and x.dtype != torch.bfloat16:
+        raise ValueError(
+            f'precision="bf16" reads bf16, and x is {x.dtype}: cast x and the weights, or leave precision out'
+        )
 
 
-def check_options(swiglu_limit: float | None, save: str | None, num_reserved_sms: int = 0) -> None:
+def check_options(
+    swiglu_limit: float | None, save: str | None, precision: str | None = None, num_reserved_sms: int = 0
+) -> None:
     """Raise what `moe` documents of these options."""
     if not isinstance(num_reserved_sms, int) or num_reserved_sms < 0:
         raise ValueError(f"num_reserved_sms must be a whole number of processors, 0 or more, not {num_reserved_sms}")
@@ -196,6 +209,8 @@ def check_options(swiglu_limit: float | None, save: str | None, num_reserved_sms
         raise ValueError(f"swiglu_limit must be positive, not {swiglu_limit}")
     if save is not None and save not in SAVES:
         raise ValueError(f"save must be {' or '.join(map(repr, SAVES))}, not {save!r}")
+    if precision is not None and precision not in PRECISIONS:
+        raise ValueError(f"precision must be {' or '.join(map(repr, PRECISIONS))}, not {precision!r}")
 
 
 def check_ranks(

@@ -25,6 +25,7 @@ def forward(
     stage: str,
     swiglu_limit: float | None,
     save: str,
+    precision: str,
     num_reserved_sms: int,
     heap: int,
     tokens_per_rank: list[int] | None,
@@ -32,7 +33,7 @@ def forward(
 ) -> tuple[Tensor, list[Tensor]]:
     """y (T, H), and what backward needs as a flat list (`Saved.tensors`)."""
     inputs = Inputs(x, topk_ids, topk_weights, w_gate_up, w_down)
-    problem = problem_of(inputs, swiglu_limit, save, num_reserved_sms, heap, tokens_per_rank)
+    problem = problem_of(inputs, swiglu_limit, save, precision, num_reserved_sms, heap, tokens_per_rank)
     try:
         rung = rung_of(stage)
         if reason := rung.why_not(problem):
@@ -49,9 +50,9 @@ def forward(
 
 
 @forward.register_fake
-def _(x, topk_ids, topk_weights, w_gate_up, w_down, _stage, limit, save, reserved, heap, tokens_per_rank, _check_ids):
+def _(x, topk_ids, topk_weights, w_gate_up, w_down, _stage, limit, save, precision, reserved, heap, tokens_per_rank, _):
     inputs = Inputs(x, topk_ids, topk_weights, w_gate_up, w_down)
-    problem = problem_of(inputs, limit, save, reserved, heap, tokens_per_rank)
+    problem = problem_of(inputs, limit, save, precision, reserved, heap, tokens_per_rank)
     plan = [x.new_empty(shape, dtype=torch.int32) for shape in problem.plan_shapes()]
     pre = [x.new_empty(problem.R, 2, problem.I)] if save == "pre" else []
     return torch.empty_like(x, memory_format=torch.contiguous_format), plan + pre
@@ -69,6 +70,7 @@ def backward(
     stage: str,
     swiglu_limit: float | None,
     save: str,
+    precision: str,
     num_reserved_sms: int,
     heap: int,
     tokens_per_rank: list[int] | None,
@@ -76,21 +78,37 @@ def backward(
 ) -> list[Tensor]:
     """The needed gradients, in the order dx, dtopk_weights, dw_gate_up, dw_down."""
     inputs = Inputs(x, topk_ids, topk_weights, w_gate_up, w_down)
-    problem = problem_of(inputs, swiglu_limit, save, num_reserved_sms, heap, tokens_per_rank)
+    problem = problem_of(inputs, swiglu_limit, save, precision, num_reserved_sms, heap, tokens_per_rank)
     with ready(x, heap):
         grads = rung_of(stage).backward(problem, inputs, Saved.of(saved), dy, to_compute(problem, need))
     return [grad for grad, needed in zip(vars(grads).values(), need, strict=True) if needed]
 
 
 @backward.register_fake
-def _(dy, x, topk_ids, topk_weights, w_gate_up, w_down, saved, _stage, _limit, _save, _reserved, _heap, _tokens, need):
+def _(
+    dy,
+    x,
+    topk_ids,
+    topk_weights,
+    w_gate_up,
+    w_down,
+    saved,
+    _stage,
+    _limit,
+    _save,
+    _precision,
+    _reserved,
+    _heap,
+    _tokens,
+    need,
+):
     inputs = (x, topk_weights, w_gate_up, w_down)
     return [t.new_empty(t.shape) for t, needed in zip(inputs, need, strict=True) if needed]
 
 
 def keep(ctx, inputs, output):
     """Save for backward: the five inputs and what forward kept."""
-    *tensors, ctx.stage, ctx.swiglu_limit, ctx.save, ctx.num_reserved_sms, ctx.heap, ctx.tokens_per_rank, _ = inputs
+    tensors, (*ctx.facts, _) = inputs[:5], inputs[5:]
     _, saved = output
     ctx.save_for_backward(*tensors, *saved)
     ctx.set_materialize_grads(False)  # else torch fills zeros of pre's size, the gradient of a result nobody sees
@@ -99,15 +117,14 @@ def keep(ctx, inputs, output):
 def differentiate(ctx, dy, _):
     """One call for all four gradients; None for those that nobody asked for, and where y has no gradient."""
     if dy is None:
-        return (None,) * 12
+        return (None,) * 13
     tensors = ctx.saved_tensors  # read once: checkpointing hands them out once
     inputs, saved = tensors[:5], list(tensors[5:])
     x, _, *weights = ctx.needs_input_grad[:5]
     need = [x, *weights]
-    facts = (ctx.stage, ctx.swiglu_limit, ctx.save, ctx.num_reserved_sms, ctx.heap, ctx.tokens_per_rank)
-    computed = iter(torch.ops.mega_moe.backward(dy, *inputs, saved, *facts, need))
+    computed = iter(torch.ops.mega_moe.backward(dy, *inputs, saved, *ctx.facts, need))
     dx, *dweights = [next(computed) if needed else None for needed in need]
-    return dx, None, *dweights, *(None,) * 7
+    return dx, None, *dweights, *(None,) * 8
 
 
 def refuse(ctx, *_):
@@ -126,12 +143,13 @@ def problem_of(
     inputs: Inputs,
     swiglu_limit: float | None,
     save: str,
+    precision: str,
     num_reserved_sms: int,
     heap: int,
     tokens_per_rank: list[int] | None,
 ) -> Problem:
     """The facts of a call. Over heaps some are theirs."""
-    facts = dict(swiglu_limit=swiglu_limit, save=save, num_reserved_sms=num_reserved_sms)
+    facts = dict(swiglu_limit=swiglu_limit, save=save, precision=precision, num_reserved_sms=num_reserved_sms)
     if not heap:
         return inputs.problem(**facts)
     tokens = tuple(tokens_per_rank) if tokens_per_rank is not None else (inputs.x.shape[0],)

@@ -32,7 +32,7 @@ from .roofline import DIRECTIONS
 from .routing import plan
 from .samples import ROUTINGS, load_layer, random_inputs
 from .schedule import home_of_row, schedule
-from .shapes import PRESETS, SAVES, Inputs, Need, Problem
+from .shapes import PRECISIONS, PRESETS, SAVES, Inputs, Need, Problem
 from .symmetric import LocalHeaps, shares
 
 PATIENCE = 300  # seconds that a run on a CPU may take without --force
@@ -90,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--stage", action="append", metavar="NAME", help="this rung only; may be repeated (default: all)")
     add("--routing", choices=ROUTINGS, help="how tokens spread over experts (default: balanced)")
     add("--dtype", choices=tuple(DTYPES), help="default: bf16, or the layer's own")
+    add("--precision", choices=PRECISIONS, default="bf16", help="what products read (default: bf16, that is --dtype)")
     add("--save", choices=SAVES, default="pre", help="what forward keeps for backward (default: pre)")
     add("--ranks", type=int, metavar="W", help="over the local heaps of W ranks, which share tokens and experts")
     add("--device", choices=("cuda", "cpu"), help="default: the GPU if there is one")
@@ -275,7 +276,7 @@ def _layer(arguments: argparse.Namespace, rungs: list[Rung], device: str) -> lad
     dtype = DTYPES[arguments.dtype] if arguments.dtype else None
     if arguments.layer is None:
         problem = _shape(arguments.shape or "tiny").at(
-            device=device, dtype=dtype or torch.bfloat16, save=arguments.save
+            device=device, dtype=dtype or torch.bfloat16, save=arguments.save, precision=arguments.precision
         )
         routing = arguments.routing or "balanced"
         problem, heaps = _over_ranks(problem, arguments.ranks)
@@ -297,7 +298,7 @@ def _layer(arguments: argparse.Namespace, rungs: list[Rung], device: str) -> lad
             inputs.w_gate_up.to(dtype),
             inputs.w_down.to(dtype),
         )
-    problem, heaps = _over_ranks(inputs.problem(save=arguments.save), arguments.ranks)
+    problem, heaps = _over_ranks(inputs.problem(save=arguments.save, precision=arguments.precision), arguments.ranks)
     _check_patience(rungs, problem, arguments.force)
     _, dy = random_inputs(problem.at(I=1, E=1, K=1), seed=arguments.seed)
     return ladder.Layer(problem, inputs, dy, "layer", heaps)

@@ -333,12 +333,12 @@ def device_name(device: str) -> str:
 
 
 def facts(layer: Layer) -> dict:
-    """The problem as JSON, computed in the inputs' own dtype."""
+    """The problem as JSON."""
     p = layer.problem
     dtype = next(name for name, dtype in DTYPES.items() if dtype == p.dtype)
     sizes = {letter: getattr(p, letter) for letter in "THIEK"}
     ran = {"W": p.W, "dtype": dtype, "routing": layer.routing, "save": p.save}
-    return sizes | ran | {"precision": None}
+    return sizes | ran | {"precision": None if p.precision == "bf16" else p.precision}
 
 
 def plain(value: float) -> str:

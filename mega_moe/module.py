@@ -95,6 +95,7 @@ class MoE(nn.Module):
         top_k: K, experts per token.
         norm_topk_prob: divide a token's K router weights by their sum. For a checkpoint: what its config says.
         stage: which rung computes it, a name from `mega_moe.LADDER`; may be changed at any time.
+        precision: what the experts' matrix products read, see `moe`; the router's stays as it is.
         save: what forward keeps for backward, see `moe`.
         swiglu_limit: clamp before SwiGLU, see `moe`.
         group: the ranks that share the experts, see `moe`. num_experts counts those of all W ranks, and this one holds
@@ -109,8 +110,9 @@ class MoE(nn.Module):
     instead of E over a group.
 
     Raises:
-        ValueError: a size below 1, a top_k that E experts do not allow, a stage, save or swiglu_limit that `moe` would
-            refuse, a group whose ranks do not divide E; when called, an x whose last dimension is not hidden_size.
+        ValueError: a size below 1, a top_k that E experts do not allow, a stage, precision, save or swiglu_limit that
+            `moe` would refuse, a group whose ranks do not divide E; when called, an x whose last dimension is not
+            hidden_size.
         TypeError: when called, an x of another dtype than the parameters', without autocast.
     """
 
@@ -123,6 +125,7 @@ class MoE(nn.Module):
         *,
         norm_topk_prob: bool = False,
         stage: str | None = None,
+        precision: str | None = None,
         save: str | None = None,
         swiglu_limit: float | None = None,
         group: ProcessGroup | None = None,
@@ -137,7 +140,7 @@ class MoE(nn.Module):
                 raise ValueError(f"{name} = {size}: it must be at least 1")
         if not 1 <= top_k <= num_experts:
             raise ValueError(f"top_k = {top_k}: a router over {num_experts} experts chooses 1 .. {num_experts} of them")
-        check_options(swiglu_limit, save)
+        check_options(swiglu_limit, save, precision)
         group = None if group is None else member(group)
         W, rank = (1, 0) if group is None else (group.size(), group.rank())
         if num_experts % W:
@@ -150,6 +153,7 @@ class MoE(nn.Module):
         self.group = group
         self.heap = heap
         self.stage = stage
+        self.precision = precision
         self.save = save
         self.swiglu_limit = swiglu_limit
         self.reset_parameters()
@@ -192,6 +196,7 @@ class MoE(nn.Module):
             topk_ids,
             topk_weights,
             stage=self.stage,
+            precision=self.precision,
             save=self.save,
             swiglu_limit=self.swiglu_limit,
             group=self.group,
@@ -210,7 +215,7 @@ class MoE(nn.Module):
 
     def extra_repr(self) -> str:
         shown = [f"top_k={self.top_k}", f"norm_topk_prob={self.norm_topk_prob}", f"stage={self.stage!r}"]
-        for name in ("save", "swiglu_limit"):
+        for name in ("precision", "save", "swiglu_limit"):
             if (value := getattr(self, name)) is not None:
                 shown.append(f"{name}={value!r}")
         return ", ".join(shown)

@@ -80,6 +80,11 @@ class Oracle:
                 f"parity in {problem.dtype} needs H and I of at least {SMALL}, not H={problem.H}, I={problem.I}: "
                 "use larger sizes, or fp32"
             )
+        if problem.precision != "bf16" and problem.dtype == torch.float32:
+            raise ValueError(
+                f"parity in {problem.precision} cannot be judged in fp32: values a hair apart get other codes, and "
+                "nothing coarser is there to measure that by: use bf16 or fp16"
+            )
         self.problem, self.inputs, self.dy = problem, inputs, dy
 
     @cached_property
@@ -155,6 +160,7 @@ class Oracle:
             i.w_gate_up.to(dtype),
             i.w_down.to(dtype),
             self.problem.swiglu_limit,
+            self.problem.precision,
         )
         return y, backward(saved, self.dy.to(dtype)), saved
 

@@ -11,14 +11,15 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from .shapes import Grads, Inputs, Need, Problem, Saved
+from .shapes import PRECISIONS, Grads, Inputs, Need, Problem, Saved
 
 
 @dataclass(frozen=True)
 class Rung:
     """One implementation of the layer. `name` is what `stage=` takes; `idea` says what it adds to the rung below;
     `over_ranks`, whether it can exchange rows through heaps; `resident`, whether its programs are as many as there are
-    processors, and not as there are tiles, so that it can leave some to others."""
+    processors, and not as there are tiles, so that it can leave some to others; `precisions`, what its products can
+    read."""
 
     name: str
     module: str
@@ -26,6 +27,7 @@ class Rung:
     needs_triton: bool = True
     over_ranks: bool = False
     resident: bool = False
+    precisions: tuple[str, ...] = ("bf16",)
 
     def why_not(self, problem: Problem) -> str | None:
         """One sentence, with the fix, if this rung cannot run the problem here; None if it can."""
@@ -37,6 +39,11 @@ class Rung:
         if problem.num_reserved_sms and not self.resident:
             able = " or ".join(f'"{rung.name}"' for rung in LADDER if rung.resident)
             return f'stage "{self.name}" starts a program for each tile and reserves no processors: use stage={able}.'
+        if problem.precision not in self.precisions:
+            able = " or ".join(f'"{rung.name}"' for rung in LADDER if problem.precision in rung.precisions)
+            return (
+                f'stage "{self.name}" has no products in {problem.precision}: use stage={able}, or another precision.'
+            )
         if self.needs_triton and (reason := triton_is_missing(self.name, problem.device)):
             return reason
         return self.recipe().why_not(problem)
@@ -59,7 +66,7 @@ class Rung:
 
 
 LADDER = (
-    Rung("reference", "s0_reference", "plain torch, a loop over experts", needs_triton=False),
+    Rung("reference", "s0_reference", "plain torch, a loop over experts", needs_triton=False, precisions=PRECISIONS),
     Rung("grouped", "s1_grouped", "one launch multiplies the rows of all experts"),
     Rung("swiglu", "s2_swiglu", "SwiGLU in the epilogue of the GEMM that makes its operand"),
     Rung("gather", "s3_gather", "rows are gathered in the GEMM's loads and stored by slot: no permuted copies"),

@@ -14,6 +14,9 @@ from torch import Tensor
 SAVES = ("pre", "inputs")
 """What forward may keep for backward: pre as well, or nothing that can be made again from the inputs."""
 
+PRECISIONS = ("bf16", "fp8", "fp8_bwd", "mxfp8")
+"""What matrix products may read; see reference/quantize.py. "bf16" is the layer's own dtype, whatever it is."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -29,6 +32,7 @@ class Problem:
         device: a device type, "cpu" or "cuda".
         swiglu_limit: clamps gate from above and up from both sides before SwiGLU; None: no clamp.
         save: "pre": forward keeps the plan and pre for backward; "inputs": the plan alone; backward makes pre again.
+        precision: what the matrix products read, one of PRECISIONS.
         num_reserved_sms: processors that resident programs leave to others.
         heap: over ranks, the key of their heaps (see symmetric.py); 0 without.
         tokens_per_rank: over ranks, how many of the T tokens each rank of this process holds, one rank after another;
@@ -46,6 +50,7 @@ class Problem:
     device: str = "cuda"
     swiglu_limit: float | None = None
     save: str = "pre"
+    precision: str = "bf16"
     num_reserved_sms: int = 0
     heap: int = 0
     tokens_per_rank: tuple[int, ...] = ()

@@ -58,7 +58,8 @@ def show(climb: Climb, name: str) -> None:
     p = climb.problem
     sizes = "  ".join(f"{letter}={p[letter]}" for letter in "THIEK")
     ranks = f"  ranks: {p['W']}" if p["W"] > 1 else ""
-    console.print(f"[bold]{escape(name)}[/]  {sizes}  {p['dtype']}  routing: {p['routing']}  save: {p['save']}{ranks}")
+    dtype = f"{p['dtype']}, products {p['precision']}" if p["precision"] else p["dtype"]
+    console.print(f"[bold]{escape(name)}[/]  {sizes}  {dtype}  routing: {p['routing']}  save: {p['save']}{ranks}")
     console.print(f"[dim]{escape(climb.where)}[/]\n")
 
     ran = [row for row in climb.rows if row.parity]

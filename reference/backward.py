@@ -4,6 +4,10 @@ One decision shapes the whole file. The router weight multiplies an expert's out
 every gradient below `out` carries a factor weight_k. It is left out of dact on purpose: dact = dy @ w_down is then also
 what the router's own gradient needs, dweight_k = <dact, act>, and no path ever divides by a weight. The factor is put
 back where rows are cheap to scale: on act for dw_down, on dact for dpre.
+
+Two of the four products here contract along H or I, as forward's do, and two over the rows of an expert. A format (see
+quantize.py) has its blocks along the contraction, so it reads dy_rows and dpre by row for the first two, by column for
+the others.
 """
 
 from typing import NamedTuple
@@ -12,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .forward import Saved, clamp, dispatch, swiglu
+from .quantize import AS_IS, Format, formats
 from .routing import Plan
 
 
@@ -30,15 +35,15 @@ def backward(saved: Saved, dy: Tensor) -> Grads:
 
     act is made again from pre (one elementwise pass) and rows again from x (one copy): cheaper than keeping them.
     """
-    p = saved.plan
+    p, format = saved.plan, formats(saved.precision).backward
     weight_of_row = saved.topk_weights[p.token_of_row, p.slot_of_row]
     act = swiglu(saved.pre, saved.swiglu_limit)
 
     dy_rows = combine_backward(dy, p)
-    dact, dw_down = down_backward(dy_rows, act, weight_of_row, saved.w_down, p)
+    dact, dw_down = down_backward(dy_rows, act, weight_of_row, saved.w_down, p, format)
     dtopk_weights = router_weights_backward(dact, act, saved.topk_weights, p)
     dpre = swiglu_backward(dact, weight_of_row, saved.pre, saved.swiglu_limit)
-    drows, dw_gate_up = gate_up_backward(dpre, dispatch(saved.x, p), saved.w_gate_up, p)
+    drows, dw_gate_up = gate_up_backward(dpre, dispatch(saved.x, p), saved.w_gate_up, p, format)
     dx = dispatch_backward(drows, p.row_of_slot)
     return Grads(dx, dtopk_weights, dw_gate_up, dw_down)
 
@@ -57,7 +62,7 @@ def combine_backward(dy: Tensor, plan: Plan) -> Tensor:
 
 
 def down_backward(
-    dy_rows: Tensor, act: Tensor, weight_of_row: Tensor, w_down: Tensor, plan: Plan
+    dy_rows: Tensor, act: Tensor, weight_of_row: Tensor, w_down: Tensor, plan: Plan, format: Format = AS_IS
 ) -> tuple[Tensor, Tensor]:
     """out = act @ w_down[e]^T, row by row: out_h = sum_i act_i w_hi. With dout = weight * dy:
 
@@ -68,9 +73,11 @@ def down_backward(
     """
     weighted_act = (weight_of_row[:, None].to(wide(act)) * act).to(act.dtype)
     experts = list(enumerate(plan.experts()))
-    dact = torch.cat([dy_rows[own] @ w_down[e] for e, own in experts])
-    dw_down = torch.stack([dy_rows[own].T @ weighted_act[own] for _, own in experts])
-    return dact, dw_down
+    dy_by_row, w = format.rows(dy_rows), format.weights(w_down.mT).mT
+    dact = torch.cat([dy_by_row[own] @ w[e] for e, own in experts])
+    dy_by_column, act_by_column = (format.columns(t, plan.row_start) for t in (dy_rows, weighted_act))
+    dw_down = torch.stack([dy_by_column[own].T @ act_by_column[own] for _, own in experts])
+    return dact.to(act.dtype), dw_down.to(act.dtype)
 
 
 def router_weights_backward(dact: Tensor, act: Tensor, topk_weights: Tensor, plan: Plan) -> Tensor:
@@ -108,16 +115,22 @@ def swiglu_backward(dact: Tensor, weight_of_row: Tensor, pre: Tensor, swiglu_lim
     return torch.stack([dgate, dup], 1).to(pre.dtype)
 
 
-def gate_up_backward(dpre: Tensor, rows: Tensor, w_gate_up: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+def gate_up_backward(
+    dpre: Tensor, rows: Tensor, w_gate_up: Tensor, plan: Plan, format: Format = AS_IS
+) -> tuple[Tensor, Tensor]:
     """pre = rows @ w_gate_up[e]^T: pre_ci = sum_h row_h w_cih, for c = gate, up.
 
     drow_h            = sum_c sum_i dpre_ci w_cih          drows, (R, H): gate's and up's part in one sum
     dw_gate_up[e]_cih = sum_rows dpre_ci row_h             zero for an expert without rows
     """
     experts = list(enumerate(plan.experts()))
-    drows = torch.cat([dpre[own].flatten(1) @ w_gate_up[e].flatten(0, 1) for e, own in experts])
-    dw_gate_up = torch.stack([torch.einsum("rci,rh->cih", dpre[own], rows[own]) for _, own in experts])
-    return drows, dw_gate_up
+    dpre_by_row, w = format.rows(dpre), format.weights(w_gate_up.mT).mT
+    drows = torch.cat([dpre_by_row[own].flatten(1) @ w[e].flatten(0, 1) for e, own in experts])
+    dpre_by_column, rows_by_column = (format.columns(t, plan.row_start) for t in (dpre, rows))
+    dw_gate_up = torch.stack(
+        [torch.einsum("rci,rh->cih", dpre_by_column[own], rows_by_column[own]) for _, own in experts]
+    )
+    return drows.to(rows.dtype), dw_gate_up.to(rows.dtype)
 
 
 def dispatch_backward(drows: Tensor, row_of_slot: Tensor) -> Tensor:

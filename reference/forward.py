@@ -3,7 +3,8 @@
     pre = x_t @ w_gate_up[e]^T     act = silu(gate) * up     out = act @ w_down[e]^T     y_t = sum_k weight_k * out_k
 
 Each expert sees a dense matrix of its own rows, so the layer is a loop over experts around three matrix products.
-backward.py mirrors this file step by step; routing.py makes the plan that both walk along.
+backward.py mirrors this file step by step; routing.py makes the plan that both walk along. A product reads its operands
+through a format, which rounds them to 8 bits (see quantize.py) or, AS_IS, gives them back as they are.
 """
 
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .quantize import AS_IS, Format, formats
 from .routing import Plan, plan
 
 
@@ -24,6 +26,7 @@ class Saved(NamedTuple):
     plan: Plan
     pre: Tensor  # (R, 2, I): saved, since making it again is the larger of the two matrix products
     swiglu_limit: float | None
+    precision: str = "bf16"  # backward's products read their operands as it says
 
 
 def forward(
@@ -33,20 +36,25 @@ def forward(
     w_gate_up: Tensor,
     w_down: Tensor,
     swiglu_limit: float | None = None,
+    precision: str = "bf16",
 ) -> tuple[Tensor, Saved]:
     """The whole layer. Returns y (T, H) in x's dtype, and what backward needs.
 
     x: (T, H), topk_ids: (T, K) integer with -1 for a masked route, topk_weights: (T, K), w_gate_up: (E, 2, I, H) with
     gate first and up second, w_down: (E, H, I). Sums over slots and SwiGLU run in fp32 or wider; every step's result is
-    rounded to x's dtype once.
+    rounded to x's dtype once, and that is what a product's format then rounds. precision: a key of
+    quantize.PRECISIONS, else ValueError; "bf16" quantises nothing, whatever x's dtype is. Autograd follows "bf16" only,
+    since rounding to 8 bits is a step function; `backward` follows every precision, and what it needs is saved as in
+    "bf16", nothing in 8 bits.
     """
     p = plan(topk_ids, len(w_gate_up))
+    format = formats(precision).forward
     rows = dispatch(x, p)
-    pre = gate_up(rows, w_gate_up, p)
+    pre = gate_up(rows, w_gate_up, p, format)
     act = swiglu(pre, swiglu_limit)
-    out = down(act, w_down, p)
+    out = down(act, w_down, p, format)
     y = combine(out, topk_weights, p.row_of_slot)
-    return y, Saved(x, topk_weights, w_gate_up, w_down, p, pre, swiglu_limit)
+    return y, Saved(x, topk_weights, w_gate_up, w_down, p, pre, swiglu_limit, precision)
 
 
 # --8<-- [start:steps]
@@ -55,11 +63,11 @@ def dispatch(x: Tensor, plan: Plan) -> Tensor:
     return x[plan.token_of_row]
 
 
-def gate_up(rows: Tensor, w_gate_up: Tensor, plan: Plan) -> Tensor:
+def gate_up(rows: Tensor, w_gate_up: Tensor, plan: Plan, format: Format = AS_IS) -> Tensor:
     """Multiply each expert's rows with both of its first matrices: (R, H) -> pre (R, 2, I)."""
-    return torch.cat(
-        [torch.einsum("rh,cih->rci", rows[own], w_gate_up[e]) for e, own in enumerate(plan.experts())],
-    )
+    x, w = format.rows(rows), format.weights(w_gate_up)
+    pre = torch.cat([torch.einsum("rh,cih->rci", x[own], w[e]) for e, own in enumerate(plan.experts())])
+    return pre.to(rows.dtype)
 
 
 def swiglu(pre: Tensor, swiglu_limit: float | None = None) -> Tensor:
@@ -79,9 +87,10 @@ def clamp(pre: Tensor, swiglu_limit: float | None) -> tuple[Tensor, Tensor]:
     return gate, up
 
 
-def down(act: Tensor, w_down: Tensor, plan: Plan) -> Tensor:
+def down(act: Tensor, w_down: Tensor, plan: Plan, format: Format = AS_IS) -> Tensor:
     """Multiply each expert's rows with its last matrix: act (R, I) -> out (R, H)."""
-    return torch.cat([act[own] @ w_down[e].T for e, own in enumerate(plan.experts())])
+    a, w = format.rows(act), format.weights(w_down)
+    return torch.cat([a[own] @ w[e].T for e, own in enumerate(plan.experts())]).to(act.dtype)
 
 
 def combine(out: Tensor, topk_weights: Tensor, row_of_slot: Tensor) -> Tensor:

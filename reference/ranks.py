@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .backward import dispatch_backward, down_backward, gate_up_backward, swiglu_backward, wide
 from .forward import combine, down, gate_up, swiglu
+from .quantize import formats
 from .routing import Plan, plan
 
 
@@ -45,16 +46,21 @@ class Grads(NamedTuple):
 
 
 def forward(
-    ranks: list[Tokens], w_gate_up: list[Tensor], w_down: list[Tensor], swiglu_limit: float | None = None
+    ranks: list[Tokens],
+    w_gate_up: list[Tensor],
+    w_down: list[Tensor],
+    swiglu_limit: float | None = None,
+    precision: str = "bf16",
 ) -> tuple[list[Tensor], list[Saved]]:
     """Every rank's y (T, H), and what each rank saves. w_gate_up: (L, 2, I, H) and w_down: (L, H, I) for each rank."""
+    format = formats(precision).forward
     slots = [r.x.new_zeros(*r.topk_ids.shape, r.x.shape[1]) for r in ranks]
     saved = []
     for rank in range(len(ranks)):
         p = plan_of_rank(ranks, len(w_down[rank]), rank)
         rows = pull([r.x for r in ranks], p)
-        pre = gate_up(rows, w_gate_up[rank], p)
-        out = down(swiglu(pre, swiglu_limit), w_down[rank], p)
+        pre = gate_up(rows, w_gate_up[rank], p, format)
+        out = down(swiglu(pre, swiglu_limit), w_down[rank], p, format)
         push(out, slots, p)
         saved.append(Saved(p, pre))
     num_experts = sum(map(len, w_down))
@@ -72,8 +78,10 @@ def backward(
     saved: list[Saved],
     dy: list[Tensor],
     swiglu_limit: float | None = None,
+    precision: str = "bf16",
 ) -> list[Grads]:
     """Every rank's gradients. A weight gradient is the plain sum over all ranks' tokens: nothing is divided by W."""
+    format = formats(precision).backward
     slots = [r.x.new_zeros(*r.topk_ids.shape, r.x.shape[1]) for r in ranks]
     dtopk_weights = [torch.zeros_like(r.topk_weights) for r in ranks]
     dw = []
@@ -83,9 +91,9 @@ def backward(
         act = swiglu(pre, swiglu_limit)
 
         dy_rows = pull(dy, p)
-        dact, dw_down = down_backward(dy_rows, act, weight_of_row, w_down[rank], p)
+        dact, dw_down = down_backward(dy_rows, act, weight_of_row, w_down[rank], p, format)
         dpre = swiglu_backward(dact, weight_of_row, pre, swiglu_limit)
-        drows, dw_gate_up = gate_up_backward(dpre, pull([r.x for r in ranks], p), w_gate_up[rank], p)
+        drows, dw_gate_up = gate_up_backward(dpre, pull([r.x for r in ranks], p), w_gate_up[rank], p, format)
 
         push(drows, slots, p)
         push((dact.to(wide(dact)) * act).sum(-1), dtopk_weights, p)

@@ -79,7 +79,7 @@ def test_the_forward_operator_keeps_torchs_rules(name, needs, dtype, save):
     """Schema, autograd registration, fakes that agree with the real results, and both under dynamic shapes. Without
     masked routes: what is saved for those is never written, and never the same twice."""
     _, inputs, _ = layer([[0, 1], [2, 0], [1, 1], [0, 2]], dtype=dtype)
-    given = (*arguments(inputs, needs), name, 7.0, save, 0, 0, None, False)
+    given = (*arguments(inputs, needs), name, 7.0, save, "bf16", 0, 0, None, False)
     torch.library.opcheck(torch.ops.mega_moe.forward.default, given)
 
 
@@ -97,7 +97,7 @@ def test_the_backward_operator_keeps_torchs_rules(name, needs, save):
     _, saved = stage(name).forward(problem.at(save=save), inputs)
     torch.library.opcheck(
         torch.ops.mega_moe.backward.default,
-        (dy, *arguments(inputs, (False,) * 4), saved.tensors(), name, None, save, 0, 0, None, list(needs)),
+        (dy, *arguments(inputs, (False,) * 4), saved.tensors(), name, None, save, "bf16", 0, 0, None, list(needs)),
     )
 
 
@@ -113,9 +113,9 @@ def test_operators_keep_torchs_rules_for_any_strides_and_without_tokens(name, T,
     problem, inputs, dy = layer(T=T)
     inputs, dy = laid_out(inputs, dy) if T else (inputs, dy)
     leaves = arguments(inputs)
-    torch.library.opcheck(torch.ops.mega_moe.forward.default, (*leaves, name, None, save, 0, 0, None, False))
+    torch.library.opcheck(torch.ops.mega_moe.forward.default, (*leaves, name, None, save, "bf16", 0, 0, None, False))
     _, saved = stage(name).forward(problem.at(save=save), inputs)
-    given = (dy, *(t.detach() for t in leaves), saved.tensors(), name, None, save, 0, 0, None, [True] * 4)
+    given = (dy, *(t.detach() for t in leaves), saved.tensors(), name, None, save, "bf16", 0, 0, None, [True] * 4)
     torch.library.opcheck(torch.ops.mega_moe.backward.default, given)
 
 
@@ -124,8 +124,10 @@ def test_fakes_are_contiguous_as_the_real_results_are(name, save):
     """Whatever the strides of the inputs: compiled code relies on it."""
     _, inputs, dy = layer(dtype=torch.float32)
     inputs, dy = laid_out(inputs, dy)
-    y, saved = torch.ops.mega_moe.forward(*vars(inputs).values(), name, None, save, 0, 0, None, False)
-    grads = torch.ops.mega_moe.backward(dy, *vars(inputs).values(), saved, name, None, save, 0, 0, None, [True] * 4)
+    y, saved = torch.ops.mega_moe.forward(*vars(inputs).values(), name, None, save, "bf16", 0, 0, None, False)
+    grads = torch.ops.mega_moe.backward(
+        dy, *vars(inputs).values(), saved, name, None, save, "bf16", 0, 0, None, [True] * 4
+    )
     assert len(saved) == (5 if save == "pre" else 4)
     assert all(t.is_contiguous() for t in (y, *saved, *grads))
 
@@ -284,7 +286,7 @@ def test_a_need_names_the_gradients_in_order(needs):
     """The list that the operator returns holds exactly what was asked for, in the order of `Need`."""
     problem, inputs, dy = layer(dtype=torch.float32)
     _, saved = stage("reference").forward(problem, inputs)
-    given = (dy, *vars(inputs).values(), saved.tensors(), "reference", None, "pre", 0, 0, None, list(needs))
+    given = (dy, *vars(inputs).values(), saved.tensors(), "reference", None, "pre", "bf16", 0, 0, None, list(needs))
     got = torch.ops.mega_moe.backward(*given)
     every = stage("reference").backward(problem, inputs, saved, dy, Need())
     assert_equal(got, [grad for grad, needed in zip(every.tensors(), needs, strict=True) if needed])

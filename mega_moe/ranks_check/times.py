@@ -280,7 +280,7 @@ def traces(node: Node, group: ProcessGroup, problem: Problem) -> tuple[str, dict
     most = max_rows(problem, whole.rows())
     found, said = {}, []
     with node.heaps(group, problem.T, most) as heaps:
-        layer = Layer(problem_of(held, None, "inputs", 0, heaps.key, None), held, dy, "random")
+        layer = Layer(problem_of(held, None, "inputs", "bf16", 0, heaps.key, None), held, dy, "random")
         for direction in DIRECTIONS:
             node.meet()
             traced = trace.trace(layer, direction)

@@ -13,14 +13,13 @@ from ..reference import Saved as ReferenceSaved
 from ..reference import backward as reference_backward
 from ..reference import forward as reference_forward
 from ..reference.forward import dispatch, gate_up
+from ..reference.quantize import formats
 from ..shapes import Grads, Inputs, Need, Plan, Problem, Saved
 
 
 def forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Saved]:
     """y (T, H), and what backward needs. The reference has live rows only; what all rungs share is padded to R."""
-    y, saved = reference_forward(
-        inputs.x, inputs.topk_ids, inputs.topk_weights, inputs.w_gate_up, inputs.w_down, problem.swiglu_limit
-    )
+    y, saved = reference_forward(**vars(inputs), swiglu_limit=problem.swiglu_limit, precision=problem.precision)
     row_start, token_of_row, slot_of_row, row_of_slot = (t.int() for t in saved.plan)
     unused = (0, problem.R - len(token_of_row))
     plan = Plan(row_start, pad(token_of_row, unused, value=-1), pad(slot_of_row, unused, value=-1), row_of_slot)
@@ -33,11 +32,13 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dy: Tensor, need: N
     row_start, token_of_row, slot_of_row, row_of_slot = (t.long() for t in saved.plan)
     live = slice(row_start[-1])
     plan = ReferencePlan(row_start, token_of_row[live], slot_of_row[live], row_of_slot)
-    pre = gate_up(dispatch(inputs.x, plan), inputs.w_gate_up, plan) if saved.pre is None else saved.pre[live]
-    grads = reference_backward(
-        ReferenceSaved(inputs.x, inputs.topk_weights, inputs.w_gate_up, inputs.w_down, plan, pre, problem.swiglu_limit),
-        dy,
-    )
+    if saved.pre is None:
+        pre = gate_up(dispatch(inputs.x, plan), inputs.w_gate_up, plan, formats(problem.precision).forward)
+    else:
+        pre = saved.pre[live]
+    weights = (inputs.topk_weights, inputs.w_gate_up, inputs.w_down)
+    kept = ReferenceSaved(inputs.x, *weights, plan, pre, problem.swiglu_limit, problem.precision)
+    grads = reference_backward(kept, dy)
     return Grads(**{name: grad for name, grad in grads._asdict().items() if getattr(need, name)})
 
 

@@ -355,7 +355,7 @@ def test_operators_keep_torchs_rules(operator):
     """Without masked routes: what is saved for those is never written, and never the same twice."""
     problem, inputs, dy = layer([[0, 1], [1, 0], [1, 1], [0, 1]], I=16, E=2)
     heap = LocalHeaps(2, 3)
-    facts = (DEFAULT_OVER_RANKS, None, "inputs", 0, heap.key, [1, 3])
+    facts = (DEFAULT_OVER_RANKS, None, "inputs", "bf16", 0, heap.key, [1, 3])
     if operator == "forward":
         torch.library.opcheck(torch.ops.mega_moe.forward.default, (*leaves_of(inputs), *facts, False))
         return
