@@ -45,4 +45,5 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade 'pip>=25.1'
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[cli,bench,docs]' --group dev
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps --group titan
 	touch $@
