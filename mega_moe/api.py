@@ -192,7 +192,7 @@ def check(
             raise ValueError(f"{letter} = 0: only T may be zero")
     if T * K > MOST_ROWS:
         raise ValueError(f"T * K = {T * K} rows, more than {MOST_ROWS}: split the tokens into several calls")
-    check_options(swiglu_limit, save, precision, num_reserved_sms)
+    check_options(swiglu_limit, save, precision, num_reserved_sms=num_reserved_sms)
     if precision == "bf16" and x.dtype != torch.bfloat16:
         raise ValueError(
             f'precision="bf16" reads bf16, and x is {x.dtype}: cast x and the weights, or leave precision out'
@@ -200,7 +200,7 @@ def check(
 
 
 def check_options(
-    swiglu_limit: float | None, save: str | None, precision: str | None = None, num_reserved_sms: int = 0
+    swiglu_limit: float | None, save: str | None, precision: str | None = None, *, num_reserved_sms: int = 0
 ) -> None:
     """Raise what `moe` documents of these options."""
     if not isinstance(num_reserved_sms, int) or num_reserved_sms < 0:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 from uuid import uuid4
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
@@ -194,11 +194,12 @@ class HostMemory:
         if device.type != "cpu":
             raise ValueError(f"ShmHeaps are for CPU tensors, not for {device}: use SymmetricHeaps(group, max_tokens)")
         name = f"mega_moe-{uuid4()}"
-        self.file = os.memfd_create(name)
-        os.ftruncate(self.file, layout.bytes)
-        self.own = mapped(f"/proc/self/fd/{self.file}", layout.bytes)
+        file = os.memfd_create(name)
+        finalize(self, os.close, file)
+        os.ftruncate(file, layout.bytes)
+        self.own = mapped(f"/proc/self/fd/{file}", layout.bytes)
         self.own.fill_(255)  # NaN, or -1: memory comes zeroed, and would hide who reads what nobody wrote
-        return self.own, dict(process=os.getpid(), file=self.file, name=name)
+        return self.own, dict(process=os.getpid(), file=file, name=name)
 
     def reach(self, told: list[dict], rank: int, group_name: str) -> None:
         self.heaps = [
@@ -206,10 +207,6 @@ class HostMemory:
             for peer, of_peer in enumerate(told)
         ]
         self.addresses = [heap.data_ptr() for heap in self.heaps]
-
-    def __del__(self):
-        if hasattr(self, "file"):
-            os.close(self.file)
 
 
 def mapped(path: str, size: int) -> Tensor:

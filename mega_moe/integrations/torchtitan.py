@@ -182,7 +182,7 @@ def grouped_experts(
             "w3_EFD and w2_EDF, in bf16, without biases and without quantization: leave out the override for this "
             "model, or what has changed its experts"
         )
-    check_options(None, save, num_reserved_sms)
+    check_options(None, save, num_reserved_sms=num_reserved_sms)
     if stage is not None:
         registry.stage(stage)
     return derive(cfg, Experts.Config, stage=stage, save=save, num_reserved_sms=num_reserved_sms)

@@ -53,7 +53,7 @@ def register(*, save: str | None = None, num_reserved_sms: int = 0, max_tokens: 
     Raises:
         ValueError: an option that `mega_moe.moe` would refuse, a max_tokens below 1.
     """
-    check_options(None, save, num_reserved_sms)
+    check_options(None, save, num_reserved_sms=num_reserved_sms)
     if max_tokens is not None and max_tokens < 1:
         raise ValueError(f"max_tokens = {max_tokens}: it must be at least 1")
     options = dict(save=save, num_reserved_sms=num_reserved_sms)
