@@ -3,6 +3,7 @@
     python -m tests.kernels.cross_compile --target sm_90 gfx942
     python -m tests.kernels.cross_compile --target sm_90 --kernel grouped_gemm_kernel --blocks BLOCK_N=128,num_warps=4
     python -m tests.kernels.cross_compile --target sm_90 --layer tails --rare
+    python -m tests.kernels.cross_compile --target gfx942 --over processes
 
 No GPU takes part. Every rung runs forward and backward on meta tensors (shapes without memory) with a driver that
 claims to be the target, so the launchers choose the target's block sizes; each launch is recorded instead of made, and
@@ -10,9 +11,14 @@ Triton's own warm-up compiles it, specialised on alignment, unit strides and con
 would. So nothing here lists kernels or forms: what the stages launch is what is compiled. (It also holds the stages to
 reading nothing on the host: a meta tensor has no values.)
 
+Rungs over ranks run three times: without heaps, over heaps of one process (LocalHeaps), and as one of W processes,
+which holds a W-th of the experts, has rows coming from everywhere, and reaches the other ranks by their addresses.
+
 Matrix instructions must be there where a kernel multiplies (fp32 does without: IEEE fp32 has none on NVIDIA), shared
 memory must fit, ptxas must not have serialised matrix instructions, and nothing may spill but MAY_SPILL and rare forms:
-those that only occur when some gradients are not needed. What fails is printed as a fault, and the exit code is 1.
+those that only occur when some gradients are not needed. What ranks tell each other must be told at sys scope, down to
+the assembly; and on NVIDIA nothing may come before its wait, or behind its signal (see waits.py). What fails is printed
+as a fault, and the exit code is 1.
 
 Run it in a process of its own without TRITON_INTERPRET: interpreted kernels cannot be compiled.
 """
@@ -40,9 +46,11 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mega_moe import kernels
+from mega_moe.processes import ProcessHeaps
 from mega_moe.registry import LADDER
 from mega_moe.shapes import PRESETS, SAVES, Inputs, Need, Problem
-from mega_moe.symmetric import LocalHeaps
+from mega_moe.symmetric import Heaps, Layout, LocalHeaps
+from tests.kernels.waits import does_wait, wrong_in_ptx, wrong_in_ttgir, wrong_scopes
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,9 @@ LAYERS = {name: PRESETS[name] for name in ("qwen3-30b-a3b", "qwen3-235b-a22b")} 
 # What a kernel may spill, in the units of Compiled. All steps of a direction in one function, or all that ranks meet
 # for, leave the largest part a few registers short; most in fp32, which is for checking. For dact's epilogue in
 # backward that is faster on an H200, by 1 to 4 %, than an epilogue of half the columns, which spills less.
-MAY_SPILL = {"mega_forward_kernel": 40, "mega_backward_kernel": 144, "meet_kernel": 80, "combine_slots_kernel": 8}
+MAY_SPILL = {"mega_forward_kernel": 56, "mega_backward_kernel": 148, "meet_kernel": 80, "combine_slots_kernel": 8}
+OVER = ("nothing", "local heaps", "processes")
+"""What a form is launched over."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -84,6 +94,7 @@ class Form:
     args: tuple
     kwargs: dict
     rare: bool = False  # occurs neither in a whole training step nor in a forward without gradients
+    over: str = OVER[0]
 
     @property
     def constants(self) -> dict[str, object]:
@@ -101,6 +112,7 @@ class Form:
             [
                 f"{self.kernel.__name__}({constants})",
                 *(f" without {name.removesuffix('_ptr')}" for name in absent),
+                f" over {self.over}" * (self.over != OVER[0]),
                 " (rare)" * self.rare,
             ]
         )
@@ -162,31 +174,47 @@ def forms(target: str, problem: Problem, rare: bool = False) -> list[Form]:
     run = JITFunction.run
     try:
         driver.set_active(Pretended(target))
-        inputs = meta_inputs(problem)
-        heaps, over_heaps = over_local_heaps(problem)
+        heaps = some_of_ranks, one_of_ranks = LocalHeaps(W_of(problem, 4), problem.T), OneOfRanks(problem, 8)
+        T, W = problem.T, some_of_ranks.ranks
+        over_heaps = problem.at(heap=some_of_ranks.key, tokens_per_rank=(T - (W - 1), *[1] * (W - 1)))
+        as_process = problem.at(heap=one_of_ranks.key, tokens_per_rank=(T,), **one_of_ranks.facts(problem.K))
         for need, rung, save in itertools.product(needs if rare else [Need()], LADDER, SAVES):
             over_ranks = rung.over_ranks and (rare or save == "inputs")  # the default there
-            for which in [problem] * rung.needs_triton + [over_heaps] * over_ranks:
-                JITFunction.run = recorder(launched, rare=need != Need())
-                saving = which.at(save=save)
+            able = (rung.needs_triton, over_ranks, over_ranks)
+            for over, which in itertools.compress(zip(OVER, (problem, over_heaps, as_process)), able):
+                JITFunction.run = recorder(launched, rare=need != Need(), over=over)
+                saving, inputs = which.at(save=save), meta_inputs(which)
                 y, saved = rung.forward(saving, inputs)
                 rung.backward(saving, inputs, saved, torch.empty_like(y), need)
-        heaps.close()
+        for each in heaps:
+            each.close()
     finally:
         JITFunction.run = run
     return list({form.key(): form for form in reversed(launched)}.values())[::-1]  # the first of each, and in order
 
 
-def over_local_heaps(problem: Problem) -> tuple[LocalHeaps, Problem]:
-    """The same layer over the heaps of four ranks, or of one where four cannot share its experts."""
-    W = 1 if problem.E % 4 else 4
-    heaps = LocalHeaps(W, problem.T)
-    return heaps, problem.at(heap=heaps.key, tokens_per_rank=(problem.T - (W - 1), *[1] * (W - 1)))
+def W_of(problem: Problem, most: int) -> int:
+    """As many ranks as can share its experts, of at most so many."""
+    return next(W for W in range(most, 0, -1) if problem.E % W == 0)
 
 
-def recorder(launched: list[Form], rare: bool) -> Callable:
+class OneOfRanks(ProcessHeaps):
+    """What heaps are to a process that is one rank of W: without memory, and without the others."""
+
+    def __init__(self, problem: Problem, most: int):
+        W = W_of(problem, most)
+        Heaps.__init__(self, W, W // 2, 1, problem.T, timeout_s=60)
+        self.max_rows, self._kept = None, {}
+
+    def make(self, layout: Layout, device: torch.device) -> tuple[SimpleNamespace, torch.Tensor, torch.Tensor]:
+        heap = torch.empty(layout.bytes, dtype=torch.uint8, device=device)
+        addresses = torch.empty(self.ranks, dtype=torch.int64, device=device)
+        return SimpleNamespace(heaps=[heap] * self.ranks), addresses, addresses[:1].clone()
+
+
+def recorder(launched: list[Form], rare: bool, over: str) -> Callable:
     """What records a launch instead of making it."""
-    return lambda self, *args, grid, warmup, **kwargs: launched.append(Form(self, args, kwargs, rare))
+    return lambda self, *args, grid, warmup, **kwargs: launched.append(Form(self, args, kwargs, rare, over))
 
 
 def meta_inputs(problem: Problem) -> Inputs:
@@ -197,8 +225,8 @@ def meta_inputs(problem: Problem) -> Inputs:
         empty(p.T, p.H),
         empty(p.T, p.K, dtype=torch.int64),
         empty(p.T, p.K, dtype=torch.float32),
-        empty(p.E, 2, p.I, p.H),
-        empty(p.E, p.H, p.I),
+        empty(p.E_here, 2, p.I, p.H),
+        empty(p.E_here, p.H, p.I),
     )
 
 
@@ -236,6 +264,9 @@ def compile_form(target: str, form: Form, may_spill: bool = False) -> Compiled:
     # A product of bf16 or fp16 operands, which a GPU has instructions for.
     if re.search(r"tt\.dot .*x(bf16|f16)>", compiled.asm["ttir"]) and matrix not in assembly:
         faults.append(f"no {matrix}")
+    faults += wrong_scopes(compiled.asm["ttgir"], assembly)
+    if does_wait(form.kernel) and TARGETS[target].triton.backend == "cuda":
+        faults += wrong_in_ttgir(compiled.asm["ttgir"]) + wrong_in_ptx(assembly)
     return Compiled(
         form=form.name,
         kernel=form.kernel.__name__,
@@ -286,6 +317,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rotate", choices=TARGETS, nargs="+", default=[], help="each form for one of these, in turn")
     parser.add_argument("--layer", choices=LAYERS, nargs="+", default=["qwen3-30b-a3b"])
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--over", choices=OVER, nargs="+", default=OVER, help="only what is launched over these")
     parser.add_argument("--kernel", help="only this kernel")
     parser.add_argument("--blocks", default="", help="other sizes than those in blocks.py: BLOCK_N=128,num_warps=4")
     parser.add_argument("--rare", action="store_true", help="also what occurs only when some gradients are not needed")
@@ -319,7 +351,8 @@ def main(argv: list[str] | None = None) -> int:
     blocks = {name: int(size) for name, size in (pair.split("=") for pair in arguments.blocks.split(",") if pair)}
     jobs = jobs_of(arguments)
     missing = forgotten([form for _, form in jobs])
-    jobs = [(target, form) for target, form in jobs if arguments.kernel in (None, form.kernel.__name__)]
+    chosen = lambda form: form.over in arguments.over and arguments.kernel in (None, form.kernel.__name__)
+    jobs = [(target, form) for target, form in jobs if chosen(form)]
     try:
         jobs = [(target, with_blocks(form, blocks)) for target, form in jobs]
     except ValueError as refused:

@@ -15,6 +15,8 @@ from cases import DEVICE
 
 ROOT = Path(__file__).parents[2]
 TARGETS = ("sm_90", "sm_100", "gfx942", "gfx950")
+OVER_RANKS = {"meet_kernel", "push_kernel", "combine_slots_kernel", "mega_forward_kernel", "mega_backward_kernel"}
+"""What knows how many ranks there are, and how many of them are here. pull_kernel does not: one form serves all."""
 PRESETS = ("qwen3-30b-a3b", "qwen3-235b-a22b")
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="a GPU is present: every other test compiles kernels for it")
@@ -49,10 +51,23 @@ def faults(rows: list[dict]) -> list[str]:
 
 def test_every_kernel_for_sm_90_and_for_one_more_target(cross_compile):
     """The other targets take turns, form by form: all of them are compiled for all targets under -m full."""
-    rows = cross_compile("--target", "sm_90", "--rotate", *TARGETS[1:])
+    rows = cross_compile("--target", "sm_90", "--rotate", *TARGETS[1:], "--over", "nothing")
     assert not faults(rows)
     assert {row["target"] for row in rows} == set(TARGETS)
     assert any(row["matrix_instructions"] for row in rows)
+
+
+def test_over_ranks_that_are_processes(cross_compile):
+    """For one GPU of either maker: what such a rank waits for, tells others, and has room for in registers."""
+    rows = cross_compile("--target", "sm_90", "gfx942", "--over", "processes")
+    assert not faults(rows)
+    for target in ("sm_90", "gfx942"):
+        assert {row["kernel"] for row in rows if row["target"] == target} >= OVER_RANKS
+
+
+def test_over_ranks_in_one_process(cross_compile):
+    """The same kernels with more in them: here all targets take turns."""
+    assert not faults(cross_compile("--rotate", *TARGETS, "--over", "local heaps"))
 
 
 def test_fp32_for_sm_90(cross_compile):

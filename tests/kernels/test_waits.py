@@ -1,4 +1,5 @@
-"""No compiler moves a load before its wait, or a store behind its signal: waits.py reads the compiled code."""
+"""Where a compiler moves a load before its wait, or a store behind its signal, cross_compile.py says so: it does for
+faults that are planted. That it says so of no kernel as it is, test_cross_compile.py shows."""
 
 import json
 import os
@@ -15,22 +16,15 @@ pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="compiles for a GPU tha
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict[str, dict[str, list[str]]]:
-    """What is wrong with each kernel, and with each planted fault."""
+def found(tmp_path_factory) -> dict[str, list[str]]:
+    """What is said of each planted fault."""
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
     environment.pop("TRITON_INTERPRET", None)
     program = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.waits"], cwd=ROOT, env=environment, capture_output=True, text=True
+        [sys.executable, "-m", "tests.kernels.planted_waits"], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert program.returncode == 0, program.stderr
     return json.loads(program.stdout)
-
-
-def test_nothing_comes_before_its_wait_or_behind_its_signal(found):
-    kernels = found["as they are"]
-    names = {form.partition("(")[0] for form in kernels}
-    assert names >= {"mega_forward_kernel", "mega_backward_kernel", "plan_and_schedule_kernel"}
-    assert not {form: wrong for form, wrong in kernels.items() if wrong}
 
 
 @pytest.mark.parametrize(
@@ -41,7 +35,8 @@ def test_nothing_comes_before_its_wait_or_behind_its_signal(found):
         "a wait behind its tile": "something is loaded before wait 1",
         "a signal without its barrier": "signal 1 has no barrier",
         "a signal without its fence": "signal 1 has no fence",
+        "ranks told by a GPU's own signal": "in a heap, for this GPU alone: atomic_rmw add, release, gpu, %",
     }.items(),
 )
 def test_a_planted_fault_is_seen(fault, seen_as, found):
-    assert seen_as in found["planted"][fault]
+    assert seen_as in found[fault]

@@ -1,45 +1,28 @@
 """Read the compiled code of kernels that wait, and say where it could read too early or signal too early.
 
-    python -m tests.kernels.waits
-
 A wait holds what is behind it only as long as a compiler leaves it behind: a pipeliner starts a loop's first copies as
 early as it may. And what a signal stands for is what every thread has stored before it, which takes a barrier, and for
 bytes that the copy engine loads a fence. None of it shows in the interpreter, and on a GPU only now and then. So this
-reads the code, of the layers and forms that the stages launch (see cross_compile.py), where the compiler's own passes
-are done (TTGIR) and where LLVM is too (PTX):
+reads the code, where the compiler's own passes are done (TTGIR) and where LLVM is too (PTX); cross_compile.py has it
+read of every form that the stages launch:
 
     wait      behind its loop comes its barrier, with nothing in between that touches memory; nothing of its tile is
               loaded before it that anybody stores meanwhile, but what the wait itself is made of; and a copy of
               what the kernel stores has its fence
     signal    before the add comes its barrier, with nothing in between; and before that the fence, where the tile has
               stored what copies load
+    scope     what stands in a heap is signalled and looked at for the whole system, not for this GPU alone; and as
+              often in the assembly
 
-Prints JSON: what is wrong with each kernel as it is, and with the forward kernel when faults are planted in it. Run it
-in a process of its own without TRITON_INTERPRET.
+planted_waits.py shows that it sees these faults.
 """
 
-import ast
-import inspect
-import json
 import re
-import sys
-import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
-from types import ModuleType
 
-import torch
-import triton
-from triton.backends.nvidia.compiler import CUDABackend
-from triton.runtime import driver
-
-from mega_moe.kernels import mega, signal
-from tests.kernels.cross_compile import LAYERS, Form, Pretended, forms
-from tests.ranks.planted import copied, load, planted, wait_last
-
-TARGET, LAYER = "sm_90", "qwen3-30b-a3b"
+from triton.runtime.jit import JITFunction
 
 # TTGIR: what touches memory.
 COPY = r"async_copy_global_to_local|async_tma_copy_global_to_local|async_tma_gather"
@@ -111,6 +94,11 @@ def before(around: tuple) -> tuple[list[tuple[Node, tuple]], list[tuple[Node, tu
     return in_branch, in_loop
 
 
+def does_wait(kernel: JITFunction) -> bool:
+    """Whether its own source waits."""
+    return re.search(r"\bwait\w*\(", kernel.src) is not None
+
+
 def wrong_in_ttgir(ttgir: str) -> list[str]:
     """What is wrong with the waits and signals of a kernel; an empty list for nothing."""
     root, wrong = parsed(ttgir), []
@@ -119,10 +107,14 @@ def wrong_in_ttgir(ttgir: str) -> list[str]:
     handed_on = stored_anywhere & {copied_name(node) for node, _ in walked(root)}
     waits = signals = 0
     for node, around in walked(root):
+        is_wait = node.does(r"scf\.while") and any(inner.does(LOOK) for inner in chain(*node.blocks))
+        is_copy, is_signal = copied_name(node) in handed_on, node.does(SIGNAL)
+        if not (is_wait or is_copy or is_signal):
+            continue
         block, i, _ = around[0]
         in_branch, in_loop = before(around)
 
-        if node.does(r"scf\.while") and any(inner.does(LOOK) for inner in chain(*node.blocks)):
+        if is_wait:
             waits += 1
             behind = [inner for later in block[i + 1 :] for inner in later.inside() if inner.does(TOUCHES)]
             if not behind or not behind[0].does(BARRIER):
@@ -133,13 +125,13 @@ def wrong_in_ttgir(ttgir: str) -> list[str]:
             if early & changing or any(inner.does(COPY) for inner, _ in (*in_branch, *in_loop)):
                 wrong.append(f"something is loaded before wait {waits}")
 
-        if copied_name(node) in handed_on:
+        if is_copy:
             looks = [n for n, (inner, _) in enumerate(in_branch) if inner.does(LOOK)]
             behind = [inner for inner, _ in in_branch[looks[-1] + 1 :]] if looks else []
             if len(behind) < 2 or not behind[1].does(FENCE):
                 wrong.append(f"{copied_name(node)} is copied behind a wait without a fence, or behind none")
 
-        if node.does(SIGNAL):
+        if is_signal:
             signals += 1
             since = max((n + 1 for n, (inner, _) in enumerate(in_branch) if inner.does(SIGNAL)), default=0)
             done = [inner for inner, _ in in_branch[since:]]
@@ -220,85 +212,21 @@ def wrong_in_ptx(ptx: str) -> list[str]:
     return wrong
 
 
-def compiled(form: Form) -> dict[str, str]:
-    """TTGIR and PTX of a form, without an assembler's work."""
-    CUDABackend.make_cubin = lambda self, *args: b""
-    driver.set_active(Pretended(TARGET))
-    triton.knobs.compilation.always_compile = True
-    form.kernel.device_caches.clear()
-    return form.kernel.warmup(*form.args, grid=(1,), **form.kwargs).asm
+ASSEMBLY = {  # what the whole system is waited for with, or told by: on NVIDIA, on AMD
+    "acquire": r"\.sys\.(acquire|acq_rel)\b|buffer_inv sc0 sc1",
+    "release": r"\.sys\.(release|acq_rel)\b|buffer_wbl2 sc0 sc1",
+}
 
 
-def wrong_with(form: Form) -> list[str]:
-    asm = compiled(form)
-    return wrong_in_ttgir(asm["ttgir"]) + wrong_in_ptx(asm["ptx"])
-
-
-# Planted faults: statements of signal.py left out, or calls in a kernel moved.
-
-
-def without(function: str, statement: str, folder: Path):
-    """A function of signal.py without a statement."""
-    tree = ast.parse(inspect.getsource(signal))
-    (found,) = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == function)
-
-    class Remover(ast.NodeTransformer):
-        removed = 0
-
-        def visit_Expr(self, node):
-            if ast.unparse(node) != statement:
-                return node
-            self.removed += 1
-            return ast.Pass()
-
-    remover = Remover()
-    remover.visit(found)
-    assert remover.removed == 1, f"no single {statement} in {function}: has it changed?"
-    return getattr(load(ast.unparse(ast.fix_missing_locations(tree)), like=signal, folder=folder), function)
-
-
-def with_signal(form: Form, folder: Path, **functions) -> Form:
-    """The form of a kernel of mega.py that waits and signals by these functions."""
-    module = copied(mega, folder)
-    for name, function in functions.items():
-        setattr(module, name, function)
-    return form_of(module, form)
-
-
-def form_of(module: ModuleType, form: Form) -> Form:
-    """The form of the kernel of that name in another module."""
-    return replace(form, kernel=getattr(module, form.kernel.__name__))
-
-
-def planted_in(form: Form, folder: Path) -> dict[str, Form]:
-    """The form with each of the faults."""
-    barrier, fence = "tl.debug_barrier()", "fence_for_copy_engine()"
-    with_part_left_out = lambda function, part: with_signal(form, folder, **{function: without(function, part, folder)})
-    return {
-        "a wait without its barrier": with_part_left_out("wait", barrier),
-        "a wait without its fence": with_part_left_out("wait", fence),
-        "a signal without its barrier": with_part_left_out("signal", barrier),
-        "a signal without its fence": with_part_left_out("signal", fence),
-        "a wait behind its tile": form_of(planted(mega, form.kernel.__name__, "kind == DOWN", wait_last, folder), form),
-    }
-
-
-def main() -> int:
-    if triton.knobs.runtime.interpret:
-        print("TRITON_INTERPRET is set: interpreted kernels cannot be compiled", file=sys.stderr)
-        return 2
-    problem = LAYERS[LAYER].at(dtype=torch.bfloat16, device="meta")
-    waiting = [form for form in forms(TARGET, problem) if re.search(r"\bwait\w*\(", form.kernel.src)]
-    forward = next(form for form in waiting if form.kernel is mega.mega_forward_kernel)
-    with tempfile.TemporaryDirectory() as folder:
-        faulty = planted_in(forward, Path(folder))
-        found = {
-            "as they are": {form.name: wrong_with(form) for form in waiting},
-            "planted": {fault: wrong_with(form) for fault, form in faulty.items()},
-        }
-    print(json.dumps(found))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def wrong_scopes(ttgir: str, assembly: str) -> list[str]:
+    """Which atomics order bytes for this GPU alone, though other ranks look at what they change."""
+    wrong, atomics = [], [(node, around) for node, around in walked(parsed(ttgir)) if node.does(r"atomic_rmw")]
+    for node, around in atomics:
+        if node.does(r", gpu,") and name_behind(node, around) == ELSEWHERE:
+            wrong.append(f"in a heap, for this GPU alone: {re.search(r'atomic_rmw.*?%', node.text)[0]}")
+    for order, instruction in ASSEMBLY.items():
+        expected = sum(node.does(rf", ({order}|acq_rel), sys,") for node, _ in atomics)
+        found = len(re.findall(instruction, assembly))
+        if found < expected:
+            wrong.append(f"{found} times {order} for the whole system, of {expected}")
+    return wrong

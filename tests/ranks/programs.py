@@ -32,7 +32,7 @@ from mega_moe.kernels import signal
 MOST_POLLS = 1000
 """How often a wait looks before it gives up: for more than ten seconds, where a launch takes less than one."""
 
-RUNS = 30
+RUNS = 60
 """The most runs that a planted fault has to show itself. The shyest goes wrong in one of three."""
 
 PROCESSES = multiprocessing.get_context("fork")  # a fork shares the launch as it is, and starts in milliseconds

@@ -275,7 +275,7 @@ def test_a_killed_rank_ends_the_others_calls(name, when, tmp_path):
     _, inputs, dy = layer(T=6, E=3)
 
     def work(rank: int) -> tuple[str, float]:
-        heap = ShmHeaps(None, 2, timeout_s=0.5)
+        heap = ShmHeaps(None, 2, timeout_s=2)
         mine, its_dy = share(inputs, dy, (2, 2, 2), rank)
         leaves = leaves_of(mine)
         y = moe(*leaves, heap=heap, stage=name)
