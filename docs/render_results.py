@@ -1,10 +1,10 @@
-"""From benchmarks to pages: no number in README.md or docs/results.md is typed by hand.
+"""From benchmarks to pages: no time of README.md, docs/results.md and docs/comparison.md is typed by hand.
 
     python3 -m pytest tests/bench --benchmark-json=build/bench.json
     python3 docs/render_results.py build/bench.json
 
 The first line measures. The second keeps what matters of it as docs/results/<date>-<device>.json, the record, and
-writes the newest record's tables into both pages, between their markers. Without an argument it only writes the pages.
+writes the newest record's tables into the pages, between their markers. Without an argument it only writes the pages.
 Both want the Python that has torch: what the hardware allows a kernel is asked of mega_moe.roofline.
 """
 
@@ -117,11 +117,12 @@ def save(record: dict, folder: Path) -> Path:
 
 def blocks(path: Path | None) -> dict[Path, str]:
     """What stands between each page's markers for the record in this file."""
-    results, readme = ROOT / "docs" / "results.md", ROOT / "README.md"
+    results, readme, comparison = ROOT / "docs" / "results.md", ROOT / "README.md", ROOT / "docs" / "comparison.md"
     if path is None:
-        return {results: NOTHING, readme: NOTHING}
+        return dict.fromkeys((results, readme, comparison), NOTHING)
     newest = json.loads(path.read_text())
-    return {results: f"{tables(newest)}\n\n[All numbers of this run](results/{path.name})", readme: summary(newest)}
+    everything = f"{tables(newest)}\n\n[All numbers of this run](results/{path.name})"
+    return {results: everything, readme: summary(newest), comparison: beside_others(newest)}
 
 
 def between_markers(page: Path, block: str) -> str:
@@ -163,12 +164,9 @@ def summary(record: dict) -> str:
     columns = [(shape, direction) for shape in problems for direction in DIRECTIONS]
     titles = {shape: shape + _save(problem) for shape, problem in problems.items()}
     header = ["", *(f"{titles[shape]}<br>{DIRECTIONS[direction]}" for shape, direction in columns)]
-    layer = [row for row in record["rows"] if not row["gemm"] and not _over_ranks(row)]
-    measured = Counter(row["shape"] for row in layer)
-    layer.sort(key=lambda row: -measured[row["shape"]])  # in the order of the table that has the most
     lines = [
         [_name(rows), *(_ms(_find(rows, direction, shape)) for shape, direction in columns)]
-        for rows in _by_contestant(layer)
+        for rows in _by_contestant(_on_one_rank(record))
     ]
     problem = next(iter(problems.values()))
     machine = record["machine"]
@@ -178,6 +176,42 @@ def summary(record: dict) -> str:
     )
     if any("–" in cells for cells in lines):
         caption += "\n\n–: not measured in this run."
+    return f"{_markdown(header, lines)}\n\n{caption}"
+
+
+def beside_others(record: dict) -> str:
+    """The comparison's table: the times of those that are not rungs over those of TAKEN_APART, and peaks of memory, for
+    each shape on which that rung was measured."""
+    layer = _on_one_rank(record)
+    ours = {name: _medians([row for row in layer if row["shape"] == name], TAKEN_APART) for name in record["problems"]}
+    shapes = [shape for shape, ms in ours.items() if ms]
+    if not shapes:
+        return NOTHING
+
+    def ratio(rows: list[dict], shape: str, direction: str) -> str:
+        row = _find(rows, direction, shape)
+        return f"{row['ms']['median'] / ours[shape][direction]:.2f}" if row else "–"
+
+    def peak(rows: list[dict], shape: str) -> str:
+        row = _find(rows, BOTH, shape)
+        return f"{row['peak_bytes'] / 2**20:.0f}" if row and row["peak_bytes"] else "–"
+
+    header, lines = [""], []
+    for shape in shapes:
+        header += [f"{shape}<br>{title}" for title in (*DIRECTIONS.values(), "peak MiB")]
+    for rows in _by_contestant(layer):
+        if rows[0]["contestant"] == TAKEN_APART or rows[0]["kind"] != "rung":
+            cells = [_name(rows)]
+            for shape in shapes:
+                cells += [*(ratio(rows, shape, direction) for direction in DIRECTIONS), peak(rows, shape)]
+            lines.append(cells)
+    caption = (
+        f"Their time over that of {TAKEN_APART}, both from one run on one {record['machine']['device']}, "
+        f"{record['machine']['date']}: above 1 {TAKEN_APART} is faster, **below 1 they are**. Peaks are those of both "
+        "directions together. [Milliseconds, spread, errors, versions and method](results.md)"
+    )
+    if any("–" in line[1:] for line in lines):
+        caption += "\n\n–: not measured in this run, or nothing to measure."
     return f"{_markdown(header, lines)}\n\n{caption}"
 
 
@@ -213,6 +247,13 @@ def _save(problem: dict) -> str:
 def _over_ranks(row: dict) -> bool:
     """Whether it was measured over heaps. The first records do not say, and hold none that was."""
     return (row.get("ranks") or 1) > 1
+
+
+def _on_one_rank(record: dict) -> list[dict]:
+    """The rows of whole layers without heaps, in the order of the shape that has the most of them."""
+    layer = [row for row in record["rows"] if not row["gemm"] and not _over_ranks(row)]
+    measured = Counter(row["shape"] for row in layer)
+    return sorted(layer, key=lambda row: -measured[row["shape"]])
 
 
 def _layer(rows: list[dict], beside: list[dict] | None = None) -> str:

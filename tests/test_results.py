@@ -315,6 +315,28 @@ def test_the_highest_rung_is_held_against_its_rivals():
     )
 
 
+def test_others_stand_beside_the_highest_rung_as_ratios():
+    """10 ms, and 2 forward: 7 and 1.9 of SonicMoE's are 0.70 and 0.95, its backward 5.1 of 8 is 0.64. No other rung."""
+    record = taken_apart()
+    for row in record["rows"]:
+        row["kind"] = "rung" if row["contestant"] == "persistent" else "peer"
+        row["peak_bytes"] = 2**30 if row["contestant"] == "sonic-moe" else None
+    other_rung = [row | dict(contestant="grouped", label="mega_moe, grouped") for row in record["rows"][:3]]
+    text = render_results.beside_others(record | {"rows": [*record["rows"], *other_rung]})
+    header, _, *lines = cells(text)
+
+    assert header[1:] == [f"qwen3-30b-a3b<br>{title}" for title in ("forward", "backward", "both", "peak MiB")]
+    assert lines == [
+        ["**mega_moe, persistent**", "1.00", "1.00", "1.00", "–"],
+        ["plain torch, torch.compile", "2.50", "0.88", "1.20", "–"],
+        ["SonicMoE, CuTe", "0.95", "0.64", "0.70", "1024"],
+        ["dense", "0.75", "0.56", "0.60", "–"],
+    ]
+    assert "one NVIDIA H200, 2026-12-01" in text
+    assert text.endswith("–: not measured in this run, or nothing to measure.")
+    assert render_results.beside_others(without(record, "persistent")) == render_results.NOTHING
+
+
 def test_headings_say_what_was_kept_if_it_was_not_the_usual():
     report = benchmarks()
     usual = render_results.record(report)
@@ -370,7 +392,7 @@ def test_a_record_is_saved_read_and_rendered_alike(tmp_path):
     assert path.name == "2026-12-01-nvidia-h200.json"
     assert json.loads(path.read_text()) == record
     assert "data" not in path.read_text()
-    page, _ = render_results.blocks(path).values()
+    page, *_ = render_results.blocks(path).values()
     assert page.startswith(render_results.tables(record)) and f"results/{path.name}" in page
 
 
