@@ -96,11 +96,12 @@ CHOICES = {
     "train.dtype": ("bf16", "fp32"),
     "train.activation_checkpointing": ("full", "all but the experts", "none"),
 }
+MAY_BE_ZERO = ("steps", "lr", "warmup", "weight_decay", "balance", "seed", "initializer_range")  # other numbers: above
 
 
 def parse(given: Any, known: dict, at: str = "") -> Section:
-    """A section with all its keys. Raises ConfigError for an unknown key, another type than the default's, or a word
-    that is none of the choices."""
+    """A section with all its keys. Raises ConfigError for an unknown key, another type than the default's, a word that
+    is none of the choices, or a number that is too small."""
     if not isinstance(given, dict):
         raise ConfigError(f"{at} must be a table, not {given!r}")
     found = Section((key, parse({}, value, key) if isinstance(value, dict) else value) for key, value in known.items())
@@ -117,6 +118,8 @@ def parse(given: Any, known: dict, at: str = "") -> Section:
             raise ConfigError(f"{name} = {value!r}: it must be of type {kind.__name__}")
         if kind is str and value not in CHOICES.get(name, (value,)):
             raise ConfigError(f"{name} = {value!r}: it must be one of {', '.join(map(repr, CHOICES[name]))}")
+        if kind in (int, float) and not (value > 0 or (value == 0 and key in MAY_BE_ZERO)):
+            raise ConfigError(f"{name} = {value}: it must be {'at least' if key in MAY_BE_ZERO else 'above'} 0")
         found[key] = [parse(each, MOE, "moe") for each in value] if name == "bench.moe" else value
     return found
 
@@ -132,10 +135,10 @@ def read(path: Path, changes: list[str]) -> Section:
             value = tomllib.loads(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError:
             pass
-        if key:
-            tables.setdefault(section, {})[key] = value
-        else:
+        if not key:
             tables[section] = value
+        elif isinstance(tables.setdefault(section, {}), dict):  # else parse says that it must be
+            tables[section][key] = value
     return parse(tables, SETTINGS)
 
 
@@ -145,13 +148,20 @@ def read(path: Path, changes: list[str]) -> Section:
 def read_tokens(config: Section) -> Tensor:
     """All of the text, int64."""
     files = [Path(config.data.text)] if config.data.text else sorted((ROOT / "docs").glob("*.md"))
-    text = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    try:
+        text = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"data.text = {config.data.text!r}: {error}") from error
     if config.data.tokenizer:
         from tokenizers import Tokenizer
 
-        tokens = torch.tensor(Tokenizer.from_file(config.data.tokenizer).encode(text).ids)
+        try:
+            tokenizer = Tokenizer.from_file(config.data.tokenizer)
+        except Exception as error:  # it raises no other kind
+            raise ConfigError(f"data.tokenizer = {config.data.tokenizer!r}: {error}") from error
+        tokens = torch.tensor(tokenizer.encode(text).ids)
     else:
-        tokens = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
+        tokens = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long() if text else torch.tensor([])
     if len(tokens) <= config.data.length:
         raise ConfigError(f"data.length = {config.data.length}: the text has only {len(tokens)} tokens")
     if (largest := int(tokens.max())) >= config.model.vocab_size:
@@ -195,6 +205,12 @@ def start(config: Section) -> Trainer:
     W, ep = dist.get_world_size(), config.parallel.ep
     if W % ep or config.model.num_experts % ep:
         raise ConfigError(f"parallel.ep = {ep}: it must divide {W} ranks and {config.model.num_experts} experts")
+    m = config.model
+    if m.num_experts_per_tok > m.num_experts:
+        raise ConfigError(f"model.num_experts_per_tok = {m.num_experts_per_tok}: there are {m.num_experts} experts")
+    if m.num_attention_heads % m.num_key_value_heads:
+        heads = f"{m.num_attention_heads} heads cannot share them evenly"
+        raise ConfigError(f"model.num_key_value_heads = {m.num_key_value_heads}: {heads}")
     if config.data.batch % W:
         raise ConfigError(f"data.batch = {config.data.batch}: {W} ranks cannot share it evenly")
     if config.train.deterministic:
@@ -377,8 +393,12 @@ def train(config: Section, resume: bool = False) -> Iterator[dict]:
     """Train, and yield what is to be told of every `log_every` steps."""
     t, folder = config.train, config.checkpoints.folder
     latest = max(Path(folder).glob("step-????????"), default=None) if folder else None
+    if resume and not latest:
+        raise ConfigError(f"--resume: there is no checkpoint in checkpoints.folder = {folder!r}")
     if latest and not resume:
         raise ConfigError(f"checkpoints.folder = {folder!r} has some: go on with --resume, or name another")
+    if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)  # now, rather than after the first hundred steps
     trainer = start(config)
     if latest:
         load(trainer, latest)
@@ -405,7 +425,14 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
     """All that a run goes on from. Random numbers are alike on all ranks."""
     model, optimizer = get_state_dict(trainer.model, trainer.optimizer)
     rng = dict(cpu=torch.get_rng_state()) | (dict(cuda=torch.cuda.get_rng_state()) if DEVICE == "cuda" else {})
-    return dict(model=model, optimizer=optimizer, rng=rng, step=trainer.step, position=trainer.position)
+    counted = dict(step=trainer.step, position=trainer.position, settings=fixed(trainer.config))
+    return dict(model=model, optimizer=optimizer, rng=rng) | counted
+
+
+def fixed(config: Section) -> dict[str, Any]:
+    """The settings that make a checkpoint's weights what they are, and its position a place in the data."""
+    model = {f"model.{key}": value for key, value in config.model.items()}
+    return model | {"data.length": config.data.length, "train.seed": config.train.seed}
 
 
 def save(trainer: Trainer) -> None:
@@ -418,10 +445,18 @@ def save(trainer: Trainer) -> None:
 
 
 def load(trainer: Trainer, path: Path) -> None:
+    """Go on from a checkpoint. Raises ConfigError, before weights are read, where `fixed` settings are others."""
+    now_is, was = fixed(trainer.config), dict(settings=fixed(trainer.config))
+    dcp.load(was, checkpoint_id=path)
+    for name, value in was["settings"].items():
+        if value != now_is[name]:
+            raise ConfigError(f"{name} = {now_is[name]!r}: {path} was made with {value!r}, and goes on with that alone")
     state = state_of(trainer)
     dcp.load(state, checkpoint_id=path)
     its = dict(model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     set_state_dict(trainer.model, trainer.optimizer, **its)
+    for group in trainer.optimizer.param_groups:  # which were read as well
+        group["weight_decay"] = trainer.config.train.weight_decay
     trainer.step, trainer.position = state["step"], state["position"]
     torch.set_rng_state(state["rng"]["cpu"])
     if DEVICE == "cuda":
@@ -550,7 +585,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path, help="a TOML file")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="instead of the file's")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint, if there is one")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     parser.add_argument("--bench", action="store_true", help="instead: time a step of each implementation")
     parser.add_argument("--json", action="store_true", help="print JSON: an object a line; with --bench one")
     arguments = parser.parse_args()
@@ -560,7 +595,7 @@ def main() -> int:
         for told in [bench(config)] if arguments.bench else train(config, arguments.resume):
             if dist.get_rank() == 0:
                 print(form(told), flush=True)
-    except (ConfigError, tomllib.TOMLDecodeError, ImportError, OSError) as error:
+    except (ConfigError, tomllib.TOMLDecodeError, UnicodeDecodeError, ImportError, OSError) as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2
     finally:

@@ -279,7 +279,7 @@ def telling(group: ProcessGroup | None, heap: Heaps | str | None, device: torch.
     """`peers_are_told`, of a call that runs."""
     try:
         yield
-    except (RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:
         if isinstance(heap, processes.ProcessHeaps):
             heap.refuse(str(error))
         elif isinstance(group, ProcessGroup):

@@ -438,6 +438,7 @@ def heaps_for(group: ProcessGroup | None, device_type: str, max_tokens: int) -> 
     if heaps is None or heaps.closed:
         most = max(meeting_of(group, TIMEOUT_S).share(lambda: max_tokens))
         heaps = of_group[device_type] = kind(group, max(most, 1))
+        heaps.remedy = "the next call of all ranks makes new ones"
     if max_tokens > heaps.max_tokens:
         message = (
             f"T = {max_tokens}, but this group's heaps were made at its first call, for {heaps.max_tokens} tokens, the "

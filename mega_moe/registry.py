@@ -40,11 +40,11 @@ class Rung:
             able = " or ".join(f'"{rung.name}"' for rung in LADDER if rung.resident)
             return f'stage "{self.name}" starts a program for each tile and reserves no processors: use stage={able}.'
         if problem.precision not in self.precisions:
-            able = " or ".join(f'"{rung.name}"' for rung in LADDER if problem.precision in rung.precisions)
-            return (
-                f'stage "{self.name}" has no products in {problem.precision}: use stage={able}, or another precision.'
-            )
-        if self.needs_triton and (reason := triton_is_missing(self.name, problem.device)):
+            here = [rung for rung in LADDER if rung.over_ranks or not problem.heap]
+            able = " or ".join(f'"{rung.name}"' for rung in here if problem.precision in rung.precisions)
+            way = f"use stage={able}, or another precision" if able else 'use precision="bf16", or one rank'
+            return f'stage "{self.name}" has no products in {problem.precision}: {way}.'
+        if self.needs_triton and (reason := triton_is_missing(self.name, problem)):
             return reason
         return self.recipe().why_not(problem)
 
@@ -109,14 +109,15 @@ def stage(name: str) -> Rung:
     raise ValueError(f"stage={name!r}: the stages are {', '.join(rung.name for rung in LADDER)}")
 
 
-def triton_is_missing(name: str, device: str) -> str | None:
-    """Why a Triton rung cannot run on this type of device, if so."""
+def triton_is_missing(name: str, problem: Problem) -> str | None:
+    """Why a Triton rung cannot run on the problem's type of device, if so."""
+    otherwise = "" if problem.heap else ', or use stage="reference"'  # which runs on one rank
     if find_spec("triton") is None:
-        return f'stage "{name}" needs Triton: pip install "triton>=3.6", or use stage="reference".'
+        return f'stage "{name}" needs Triton: pip install "triton>=3.6"{otherwise}.'
     interpreted = import_module(f"{__package__}.kernels.tile").INTERPRETED.value
-    if device == "cuda" or interpreted:
+    if problem.device == "cuda" or interpreted:
         return None
     return (
-        f'stage "{name}" needs tensors on a GPU, not on "{device}": move them, or run Triton\'s interpreter '
-        '(TRITON_INTERPRET=1 in the environment before Python starts), or use stage="reference".'
+        f'stage "{name}" needs tensors on a GPU, not on "{problem.device}": move them, or run Triton\'s interpreter '
+        f"(TRITON_INTERPRET=1 in the environment before Python starts){otherwise}."
     )

@@ -229,6 +229,7 @@ class Heaps:
         key: stands for these heaps where only numbers can be passed.
         closed: whether `close` was called.
         dead: whether this rank has raised what happened to them, and so knows that all ranks need new ones.
+        remedy: what is to be done then.
     """
 
     def __init__(self, ranks: int, first: int, here: int, max_tokens: int, timeout_s: float):
@@ -242,6 +243,7 @@ class Heaps:
         self.ranks, self.first, self.here, self.max_tokens, self.timeout_s = ranks, first, here, max_tokens, timeout_s
         self.key = next(KEYS)
         self.closed = self.dead = False
+        self.remedy = "close them, and make new ones on all ranks"
         self.pages: list[Tensor] = []  # on the host, one for each kind of layer
         self._starts: dict[tuple, Tensor] = {}
         self._captured: list[Tensor] = []  # starts that graphs hold the addresses of
@@ -274,7 +276,7 @@ class Heaps:
         for page in self.pages:
             if happened := what_happened(page):
                 self.dead = True
-                raise RuntimeError(f"{happened}. These heaps are dead: close them, and make new ones on all ranks")
+                raise RuntimeError(f"{happened.rstrip('.')}. These heaps are dead: {self.remedy}")
 
     def refuse(self, message: str) -> None:
         """Tell all other ranks why this one does not take part in a call. Ranks of one process need not be told."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
@@ -76,8 +77,9 @@ def show(climb: Climb, name: str) -> None:
     for row in climb.rows:
         if row.why_not:
             console.print(f"[yellow]{row.stage} cannot run:[/] {escape(row.why_not)}")
-        elif row.note:
-            console.print(f"[dim]{row.stage}: {escape(row.note)}[/]")
+    for note, of_note in groupby(ran, key=lambda row: row.note):
+        if note:
+            console.print(f"[dim]{', '.join(row.stage for row in of_note)}: {escape(note)}[/]")
     if not ran:
         console.print("\n[bold red]nothing ran[/]")
     elif climb.passed:

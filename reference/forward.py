@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .quantize import AS_IS, Format, formats
+from .quantize import AS_IS, Format, formats, refuse_autograd
 from .routing import Plan, plan
 
 
@@ -44,11 +44,12 @@ def forward(
     gate first and up second, w_down: (E, H, I). Sums over slots and SwiGLU run in fp32 or wider; every step's result is
     rounded to x's dtype once, and that is what a product's format then rounds. precision: a key of
     quantize.PRECISIONS, else ValueError; "bf16" quantises nothing, whatever x's dtype is. Autograd follows "bf16" only,
-    since rounding to 8 bits is a step function; `backward` follows every precision, and what it needs is saved as in
-    "bf16", nothing in 8 bits.
+    since rounding to 8 bits is a step function: with another one it is a RuntimeError to ask for its gradients.
+    `backward` follows every precision, and what it needs is saved as in "bf16", nothing in 8 bits.
     """
-    p = plan(topk_ids, len(w_gate_up))
     format = formats(precision).forward
+    refuse_autograd(precision, x, topk_weights, w_gate_up, w_down)
+    p = plan(topk_ids, len(w_gate_up))
     rows = dispatch(x, p)
     pre = gate_up(rows, w_gate_up, p, format)
     act = swiglu(pre, swiglu_limit)

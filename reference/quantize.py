@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 E4M3_MAX = 448.0
 """The largest e4m3 number, 1.75 * 2^8. There is no infinity above it: a bare cast saturates, or gives NaN."""
@@ -223,3 +224,16 @@ def formats(precision: str) -> Precision:
 
 
 # --8<-- [end:formats]
+
+
+def refuse_autograd(precision: str, *tensors: Tensor) -> None:
+    """Raise RuntimeError where autograd would follow a layer in 8 bits. Rounding is a step function and ends its graph,
+    so gradients would be missing; with "fp8_bwd", whose forward rounds nothing, they would be those of "bf16"."""
+    if precision == "bf16":
+        return
+    followed = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    if followed or any(unpack_dual(t).tangent is not None for t in tensors):
+        raise RuntimeError(
+            f'autograd cannot follow precision="{precision}": call forward(...) under torch.no_grad() and then '
+            f'backward(saved, dy), or mega_moe.moe(..., stage="reference", precision="{precision}"), which does both'
+        )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .backward import dispatch_backward, down_backward, gate_up_backward, swiglu_backward, wide
 from .forward import combine, down, gate_up, swiglu
-from .quantize import formats
+from .quantize import formats, refuse_autograd
 from .routing import Plan, plan
 
 
@@ -54,6 +54,7 @@ def forward(
 ) -> tuple[list[Tensor], list[Saved]]:
     """Every rank's y (T, H), and what each rank saves. w_gate_up: (L, 2, I, H) and w_down: (L, H, I) for each rank."""
     format = formats(precision).forward
+    refuse_autograd(precision, *(t for r in ranks for t in (r.x, r.topk_weights)), *w_gate_up, *w_down)
     slots = [r.x.new_zeros(*r.topk_ids.shape, r.x.shape[1]) for r in ranks]
     saved = []
     for rank in range(len(ranks)):

@@ -117,6 +117,14 @@ def test_in_bf16(kind, x, weights):
         assert (got[name].float() - its).norm() < 0.02 * its.norm(), name
 
 
+def test_autocast_has_no_say():
+    experts = GroupedExperts()
+    compute, args = compute_of(experts), (experts, *routes())
+    y = compute(*args)
+    with torch.autocast(DEVICE, dtype=torch.float16):
+        assert torch.equal(compute(*args), y)
+
+
 def test_flat_routes_and_a_view_of_packed_weights(monkeypatch):
     experts = GroupedExperts(dtype=torch.bfloat16)
     compute = compute_of(experts)
@@ -157,6 +165,10 @@ def changed(**attributes) -> GroupedExperts:
         (dict(down_proj_bias=torch.zeros(E, H)), r"^GroupedExperts: they add biases, to down_proj\. "),
         (dict(activation=Relu2), "^Relu2: the activation is not silu"),
         (dict(activation=Relu2()), "^Relu2: the activation is not silu"),
+        (dict(activation=object), "^object: the activation is not silu"),
+        (dict(activation=None), "^GroupedExperts: they have no down_proj or no activation"),
+        (dict(down_proj=None), "^GroupedExperts: they have no down_proj or no activation"),
+        (dict(activation=ClampedSilu(0.0)), "swiglu_limit must be positive, not 0.0"),
     ],
 )
 def test_other_experts_are_refused(attributes, said):
@@ -172,6 +184,13 @@ def test_calls_that_are_refused():
         compute(experts, x, scores, ids, score_before_experts=True)
     more = (torch.cat([t, t]) for t in (x, scores, ids))
     assert compute(experts, *more).shape == (2 * T, H)  # no heaps, so no limit
+    for which in (1, 2):
+        few = [t[1:] if at == which else t for at, t in enumerate((x, scores, ids))]
+        with pytest.raises(ValueError, match=r"must be \(T, K\) = \(7, 2\), or flat, not of shape \(6, 2\)"):
+            compute(experts, *few)
+    for wrong in (0, "2", E + 1):
+        with pytest.raises(ValueError, match=f"top_k = {wrong!r}: it must be a whole number, 1 .. num_experts = 4"):
+            MegaMoEExpertCompute(experts, E, wrong, None, T)
     with pytest.raises(ValueError, match="num_experts = 8, and 1 ranks with 4 experts each"):
         MegaMoEExpertCompute(experts, 8, K, None, T)
     with pytest.raises(ValueError, match="precision = 'mxfp8' is not there yet over ranks: use"):

@@ -2,10 +2,12 @@
 written out. Faults are planted at the end: each check that is named there must see its own."""
 
 import math
+import re
 from itertools import pairwise
 
 import pytest
 import torch
+from torch.autograd.forward_ad import dual_level, make_dual
 
 from mega_moe import reference
 from mega_moe.parity import Oracle
@@ -443,13 +445,26 @@ def test_an_unknown_precision_names_those_there_are():
         reference.forward(*inputs, precision="fp4")
 
 
-def test_autograd_stops_at_a_rounding():
-    """Better no gradient than the one of a cast to 8 bits."""
-    inputs, _ = layer()
-    leaves = [t.requires_grad_() for t in (inputs[0], *inputs[2:])]
-    y, _ = reference.forward(*inputs, precision="fp8")
-    dx, dtopk_weights, *dw = torch.autograd.grad(y.sum(), leaves, allow_unused=True)
-    assert dx is None and dtopk_weights is not None and dw == [None, None]
+@pytest.mark.parametrize("precision", EIGHT_BITS)
+def test_autograd_is_refused(precision):
+    """It would lose parts of gradients without a word, or give those of bf16. Whichever input asks for one, in one
+    process or over ranks, backward or forward mode; without, the same inputs are fine."""
+    (x, ids, *weights), _ = layer()
+    told = f'autograd cannot follow precision="{precision}": call forward(...) under torch.no_grad()'
+    of_ranks = lambda x, weights, *experts: ([ranks.Tokens(x, ids, weights)], *([w] for w in experts))
+    for asks in range(4):
+        inputs = [t.clone().requires_grad_(at == asks) for at, t in enumerate((x, *weights))]
+        for call in (
+            lambda x, *weights: reference.forward(x, ids, *weights, precision=precision),
+            lambda *inputs: ranks.forward(*of_ranks(*inputs), precision=precision),
+        ):
+            with pytest.raises(RuntimeError, match=re.escape(told)):
+                call(*inputs)
+            with torch.no_grad():
+                call(*inputs)
+                with pytest.raises(RuntimeError, match=re.escape(told)), dual_level():
+                    call(*(make_dual(t, t) if t.requires_grad else t for t in inputs))
+        reference.forward(inputs[0], ids, *inputs[1:])
 
 
 # How far 8 bits are from 16.

@@ -1,6 +1,9 @@
 """What the README and the parity page tell a newcomer to type runs as it stands, and prints what the README shows."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,3 +35,14 @@ def test_an_example_runs_and_prints_what_its_page_says(page, code, capsys):
     assert printed
     if "manual_seed" in code:
         assert printed in blocks(page, "text")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it shows how ranks meet without a GPU")
+def test_two_ranks_on_a_cpu_print_what_their_page_says(tmp_path):
+    (program,) = (code for code in blocks("docs/running.md", "py") if "two_ranks" not in code and "MoE(" in code)
+    (tmp_path / "two_ranks.py").write_text(program)
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "two_ranks.py"]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(start, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert "".join(sorted(ran.stdout.splitlines(keepends=True))) in blocks("docs/running.md", "text")

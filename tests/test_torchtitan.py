@@ -167,6 +167,20 @@ def test_compiled(form):
 # Rows that are sorted
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_autocast_has_no_say(form):
+    layer = layer_of(overridden(form)).routed_experts
+    torch.manual_seed(1)
+    x, scores = torch.randn(1, 5, H, device=DEVICE), torch.rand(1, 5, K, device=DEVICE)
+    ids = torch.randint(E, (1, 5, K), device=DEVICE)
+    y = layer(x, scores, ids, ids.flatten().bincount(minlength=E))
+    with torch.autocast(DEVICE, dtype=torch.float16):
+        assert torch.equal(layer(x, scores, ids, ids.flatten().bincount(minlength=E)), y)
+    x, scores, ids = (t.to("meta") for t in (x, scores, ids))  # which has no autocast
+    if form == "routed":
+        assert layer.to("meta")(x, scores, ids, None).shape == y.shape
+
+
 def test_rows_beyond_the_experts_are_padding(in_fp32):
     """A dispatcher that has room for more rows than came leaves anything there."""
     experts = layer_of(overridden("grouped")).routed_experts.inner_experts
@@ -250,8 +264,9 @@ def test_wrong_options_are_refused_before_anything_is_built(form, options, error
 
 
 def test_more_options_that_are_refused():
-    with pytest.raises(ValueError, match="max_tokens = 0"):
-        overridden("routed", max_tokens=0)
+    for wrong in (0, "16384", 2.5, True):
+        with pytest.raises(ValueError, match=f"max_tokens = {wrong!r}: it must be a whole number, at least 1"):
+            overridden("routed", max_tokens=wrong)
     with pytest.raises(TypeError, match="max_tokens"):
         overridden("grouped", max_tokens=1)
     with pytest.raises(ValueError, match="an ancestor of"):  # TorchTitan's own words

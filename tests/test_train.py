@@ -242,6 +242,48 @@ def test_a_run_resumes_to_the_bit(tmp_path):
 
     with pytest.raises(trainer.ConfigError, match=r"go on with --resume, or name another"):
         run("parts", 9)
+    with pytest.raises(
+        trainer.ConfigError, match=r"--resume: there is no checkpoint in checkpoints.folder = '.*mistyped'"
+    ):
+        run("mistyped", 9, resume=True)
+
+
+@pytest.mark.parametrize(
+    "section, key, value",
+    [
+        ("model", "num_hidden_layers", 2),
+        ("model", "norm_topk_prob", False),
+        ("data", "length", 4),
+        ("train", "seed", 1),
+    ],
+)
+def test_another_model_or_place_in_the_data_does_not_resume(section, key, value, tmp_path):
+    """Also where all weights that are wanted are there."""
+    tables = config(steps=1, checkpoints=dict(folder=str(tmp_path), every=1))
+    list(trainer.train(tables))
+    leave()
+    was, tables[section][key] = tables[section][key], value
+    with pytest.raises(trainer.ConfigError, match=rf"{section}.{key} = {value}: .*step-00000001 was made with {was}"):
+        list(trainer.train(tables, resume=True))
+
+
+def test_other_settings_may_change_when_a_run_resumes(tmp_path):
+    """They are then what the file says, and not what the checkpoint says of its optimizer."""
+    folder = dict(folder=str(tmp_path), every=1)
+    facts(checkpoints=folder, steps=1)
+    started = trainer.start(config(weight_decay=0.5, lr=0.02))
+    trainer.load(started, tmp_path / "step-00000001")
+    trainer.train_step(started, trainer.batch(started), lr=0.02)
+    assert {(group["weight_decay"], group["lr"]) for group in started.optimizer.param_groups} == {(0.5, 0.02)}
+
+
+def test_a_text_that_is_none_is_named(tmp_path):
+    tables = config()
+    tables.data["text"] = str(tmp_path / "text")
+    for content, said in ((b"", "data.length = 8: the text has only 0 tokens"), (b"h\xe9", "data.text = .*utf-8")):
+        (tmp_path / "text").write_bytes(content)
+        with pytest.raises(trainer.ConfigError, match=said):
+            trainer.read_tokens(tables)
 
 
 def test_each_time_round_draws_every_sequence_once():
@@ -268,6 +310,10 @@ def test_the_files_are_read(path):
         ("trian.steps=3", "unknown key trian: the file takes model, moe"),
         ("train.steps=3.5", "train.steps = 3.5: it must be of type int"),
         ("train.deterministic=1", "train.deterministic = 1: it must be of type bool"),
+        ("train.clip=-1.0", "train.clip = -1.0: it must be above 0"),
+        ("train.lr=nan", "train.lr = nan: it must be at least 0"),
+        ("train.log_every=0", "train.log_every = 0: it must be above 0"),
+        ("parallel.ep=-1", "parallel.ep = -1: it must be above 0"),
         ("moe.type=tort", "moe.type = 'tort': it must be one of 'mega_moe', 'torch'"),
         ("train.activation_checkpointing=some", "one of 'full', 'all but the experts', 'none'"),
         ('bench.moe=[{stages="mega"}]', "unknown key moe.stages: [moe] takes type, stage, save"),
@@ -277,6 +323,12 @@ def test_what_is_not_known_is_named(change, said):
     with pytest.raises(trainer.ConfigError) as caught:
         trainer.read(ROOT / "examples" / "tiny.toml", [change])
     assert said in str(caught.value)
+
+
+def test_a_change_to_what_is_no_table_is_named(tmp_path):
+    (tmp_path / "settings.toml").write_text("moe = 3")
+    with pytest.raises(trainer.ConfigError, match="moe must be a table, not 3"):
+        trainer.read(tmp_path / "settings.toml", ["moe.stage=mega"])
 
 
 def test_a_change_is_read_as_toml():
@@ -293,6 +345,9 @@ def test_a_change_is_read_as_toml():
         ("parallel", "ep", 3, "parallel.ep = 3: it must divide 1 ranks"),
         ("data", "length", 10**7, "data.length = 10000000: the text has only"),
         ("model", "vocab_size", 100, "model.vocab_size = 100: the text holds token"),
+        ("model", "num_experts_per_tok", 5, "model.num_experts_per_tok = 5: there are 4 experts"),
+        ("model", "num_key_value_heads", 3, "model.num_key_value_heads = 3: 2 heads cannot share them evenly"),
+        ("data", "tokenizer", "/nowhere", "data.tokenizer = '/nowhere': "),
     ],
 )
 def test_what_does_not_fit_is_named(section, key, value, said):

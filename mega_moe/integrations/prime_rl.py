@@ -8,6 +8,7 @@ and their activation by what it computes.
 
 import tomllib
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from .. import registry
-from ..api import check_options, moe
+from ..api import check_options, moe, peers_are_told
 from ..processes import heaps_for, member
 from ..shapes import PRECISIONS
 
@@ -74,7 +75,7 @@ def read_dispatch(config: Path | str | Mapping[str, Any]) -> Dispatch | None:
             `moe.compute` of another precision than the dispatch: where Mega MoE computes, it has no say.
     """
     if not isinstance(config, Mapping):
-        config = tomllib.loads(Path(config).read_text())
+        config = tomllib.loads(Path(config).read_text(encoding="utf-8"))
     model = table(table(config, "trainer") if "trainer" in config else config, "model")
     layers = table(model, "moe")
     keys = dict(table(layers, "dispatch"))
@@ -143,7 +144,8 @@ class MegaMoEExpertCompute:
         save: str | None = None,
     ):
         Dispatch(max_tokens_per_rank, num_reserved_sms, precision)
-        check_options(None, save)
+        if not isinstance(top_k, int) or not 1 <= top_k <= num_experts:
+            raise ValueError(f"top_k = {top_k!r}: it must be a whole number, 1 .. num_experts = {num_experts}")
         if stage is not None and not registry.stage(stage).over_ranks and group is not None:
             raise ValueError(f'stage "{stage}" runs on one rank: over a group use "ranks" or "mega"')
         self.validate(experts)
@@ -153,6 +155,7 @@ class MegaMoEExpertCompute:
             raise ValueError(f"num_experts = {num_experts}, and {W} ranks with {len(down_proj)} experts each")
         self.top_k, self.max_tokens_per_rank, self.precision = top_k, max_tokens_per_rank, precision
         self.activation_clamp = clamp_of(experts.activation)
+        check_options(self.activation_clamp, save)
         heap = None
         if group is not None:
             device = down_proj.device.type
@@ -173,6 +176,8 @@ class MegaMoEExpertCompute:
         name = type(experts).__name__
         if not has("gate_up_proj") and not (has("gate_proj") and has("up_proj")):
             raise ValueError(f'{name}: they have no gate. Use [{TABLE}] type = "torch"')
+        if not has("down_proj") or not has("activation"):
+            raise ValueError(f'{name}: they have no down_proj or no activation. Use [{TABLE}] type = "torch"')
         biases = [bias for bias in ("gate_up_proj", "gate_proj", "up_proj", "down_proj") if has(f"{bias}_bias")]
         if biases:
             raise ValueError(f'{name}: they add biases, to {", ".join(biases)}. Use [{TABLE}] type = "torch"')
@@ -198,10 +203,16 @@ class MegaMoEExpertCompute:
                 f'is not the same through SwiGLU. Use [{TABLE}] type = "torch" for this model'
             )
         shape = (len(x), self.top_k)
+        with peers_are_told(self.options["group"], self.options["heap"], x.device):
+            for name, t in dict(top_scores=top_scores, selected_experts_indices=selected_experts_indices).items():
+                if t.numel() != len(x) * self.top_k:
+                    raise ValueError(f"{name} must be (T, K) = {shape}, or flat, not of shape {tuple(t.shape)}")
         topk_ids, topk_weights = selected_experts_indices.reshape(shape), top_scores.float().reshape(shape)
-        w_gate_up, w_down = gate_up_of(experts), local(experts.down_proj).bfloat16()
+        no_autocast = nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
         try:
-            return moe(x.bfloat16(), topk_ids, topk_weights, w_gate_up, w_down, **self.options).type_as(x)
+            with no_autocast:
+                w_gate_up, w_down = gate_up_of(experts), local(experts.down_proj).bfloat16()
+                return moe(x.bfloat16(), topk_ids, topk_weights, w_gate_up, w_down, **self.options).type_as(x)
         except ValueError as error:
             error.add_note(f"heaps are made for [{TABLE}] max_tokens_per_rank = {self.max_tokens_per_rank} tokens")
             raise
@@ -222,7 +233,14 @@ def local(w: Tensor) -> Tensor:
 def clamp_of(activation: Any) -> float | None:
     """The clamp before SwiGLU of an activation of prime-rl, a class or an object with apply(gate, up). It is tried on
     numbers, small and beyond the clamp. Raises ValueError if moe does not compute it."""
+    name = getattr(activation, "__name__", type(activation).__name__)
+    other = (
+        f"{name}: the activation is not silu(gate) * up, also not with a clamp of gate and up before it. Use "
+        f'[{TABLE}] type = "torch"'
+    )
     limit = getattr(activation, "limit", None)
+    if not hasattr(activation, "apply") or not isinstance(limit, int | float | None):
+        raise ValueError(other)
     sizes = (0.1, 1.0, 9.0, 1e3, 2.0 * (limit or 1.0))
     numbers = torch.tensor([sign * size for size in sizes for sign in (-1, 1)], device="cpu")
     gate, up = (axis.flatten() for axis in torch.meshgrid(numbers, numbers, indexing="ij"))
@@ -231,9 +249,5 @@ def clamp_of(activation: Any) -> float | None:
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     if not torch.allclose(got, F.silu(gate) * up, rtol=1e-5, atol=1e-6):
-        name = getattr(activation, "__name__", type(activation).__name__)
-        raise ValueError(
-            f"{name}: the activation is not silu(gate) * up, also not with a clamp of gate and up before it. Use "
-            f'[{TABLE}] type = "torch"'
-        )
+        raise ValueError(other)
     return None if limit is None else float(limit)

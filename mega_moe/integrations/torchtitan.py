@@ -7,6 +7,7 @@ and back. `grouped_experts` takes rows that a dispatcher of TorchTitan has alrea
 them. Parameters, their names, their sharding and checkpoints stay as they are.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -71,8 +72,9 @@ class Experts(titan.GroupedExperts):
     def compute(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, group: ProcessGroup | None = None) -> Tensor:
         """moe with these weights. Gate and up are two parameters: each call puts them into one tensor."""
         w_gate, w_up, w_down = (local(w).bfloat16() for w in (self.w1_EFD, self.w3_EFD, self.w2_EDF))
-        w_gate_up = torch.stack([w_gate, w_up], dim=1)
-        y = moe(x.bfloat16(), topk_ids, topk_weights, w_gate_up, w_down, group=group, **self.options)
+        with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):  # else in its dtype
+            w_gate_up = torch.stack([w_gate, w_up], dim=1)
+            y = moe(x.bfloat16(), topk_ids, topk_weights, w_gate_up, w_down, group=group, **self.options)
         return y.type_as(x)
 
 
@@ -146,12 +148,13 @@ def routed_experts(
             that. None: at the first call, for as many as it brings.
 
     Raises:
-        ValueError: experts that moe does not compute, an option that `mega_moe.moe` would refuse, a max_tokens below 1.
+        ValueError: experts that moe does not compute, an option that `mega_moe.moe` would refuse, a max_tokens that is
+            not a whole number of at least 1.
     """
     if type(cfg) is not titan.RoutedExperts.Config:
         raise ValueError(f"{type(cfg).__qualname__} is not RoutedExperts.Config of TorchTitan: another override has it")
-    if max_tokens is not None and max_tokens < 1:
-        raise ValueError(f"max_tokens = {max_tokens}: it must be at least 1")
+    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
+        raise ValueError(f"max_tokens = {max_tokens!r}: it must be a whole number, at least 1")
     its = cfg.token_dispatcher
     return derive(
         cfg,

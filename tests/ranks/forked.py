@@ -1,6 +1,7 @@
 """Ranks that are processes: forks of this one, which share all that is imported and start in milliseconds; and what
 each of them holds of a layer."""
 
+import gc
 import multiprocessing
 import signal
 import time
@@ -37,8 +38,10 @@ def on_ranks(W: int, work: Callable[[int], Any], folder: Path, killed: Collectio
         dist.destroy_process_group()
 
     ranks = [FORK.Process(target=process, args=(rank,)) for rank in range(W)]
+    gc.freeze()  # a process group that is garbage here is not collected there: it would wait for threads left behind
     for each in ranks:
         each.start()
+    gc.unfreeze()
     last = time.monotonic() + MOST_S
     for each in ranks:
         each.join(max(last - time.monotonic(), 0))

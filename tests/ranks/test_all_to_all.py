@@ -1,6 +1,7 @@
 """One process a rank, over torch.distributed: rows are exchanged by all_to_all, and a layer computes what one process
 computes, to the bit. Ranks that do not belong together all say so, and go on."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,19 @@ pytestmark = [
     on_cpu,  # processes are forked, which a process that has used a GPU does not survive
     no_fork_warning,
 ]
+
+# Forks.
+
+
+def test_ranks_do_not_collect_what_is_garbage_here(tmp_path):
+    """A process group of this process in a cycle, as a module keeps it. The threads that its end waits for are here."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    cycle = [dist.group.WORLD]
+    cycle.append(cycle)
+    dist.destroy_process_group()
+    del cycle
+    on_ranks(1, lambda rank: gc.collect(), tmp_path)
+
 
 # Rows there and back.
 
