@@ -23,12 +23,12 @@ if DEVICE == "cpu" and find_spec("triton"):
 
 SLICES = {
     "a rung": 120,
-    "ranks": 640,
+    "ranks": 480,
     "kernels": 140,
     "compile": 120,
-    "cross-compile": 320,
+    "cross-compile": 440,
     "lessons": 150,
-    "the rest": 300,
+    "the rest": 400,
 }
 """Seconds of one core that each part of the suite may take on a CPU, so that all of it stays within a quarter of an
 hour on two cores as the ladder grows. Each rung has a slice of its own; so have the tests of single kernels, of which

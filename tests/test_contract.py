@@ -279,7 +279,7 @@ def test_more_rows_than_32_bits_count_are_an_error():
     T, H, I, E, K = 2**28, 16, 16, 16, 8
     weights = on_meta(T, K), on_meta(E, 2, I, H), on_meta(E, H, I)
     with pytest.raises(ValueError, match=r"T \* K = 2147483648 rows.*split the tokens"):
-        check(on_meta(T, H), on_meta(T, K, dtype=torch.int64), *weights, None, None, 0)
+        check(on_meta(T, H), on_meta(T, K, dtype=torch.int64), *weights, None, None, None, 0)
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])

@@ -552,7 +552,9 @@ for shape in ("qwen3-30b-a3b", "qwen3-235b-a22b"):
 # ## The recipe, and what changed in it
 #
 # Below, `-` is lesson 3's stage file and `+` this one's. Each direction makes a table, since tickets are drawn once,
-# and hands it to every kernel. The order of the steps is the same, and so is what is saved.
+# and hands it to every kernel. The order of the steps is the same, and so is what is saved. `Products` is not of this
+# lesson: this rung also multiplies 8-bit codes, and there says what it launches. In bf16 that is the launchers above,
+# and operands are what they were.
 
 # %% tags=["hide-input"]
 stages = [inspect.getsource(stage) for stage in (s3_gather, s4_persistent)]
@@ -604,12 +606,12 @@ def padded_with(value, launcher):
     return launch
 
 
-with patch.object(s4_persistent, "gate_up_swiglu", padded_with(float("nan"), kernels.gate_up_swiglu)):
+with patch.object(kernels, "gate_up_swiglu", padded_with(float("nan"), kernels.gate_up_swiglu)):
     y_again, _ = persistent.forward(problem, inputs)
 print("NaN pads act: y has the same bits:", torch.equal(y_again, tiny_y))
 assert torch.equal(y_again, tiny_y)
 
-with patch.object(s4_persistent, "dact_swiglu", padded_with(1.0, kernels.dact_swiglu)):
+with patch.object(kernels, "dact_swiglu", padded_with(1.0, kernels.dact_swiglu)):
     spoiled = persistent.backward(problem, inputs, saved, tiny_dy)
 verdict = oracle.check(tiny_y, spoiled)
 print(f"1 pads weighted act: dw_down has {verdict.shares['dw_down']:.0f} times its budget; failed: {verdict.failed}")

@@ -142,6 +142,18 @@ class Mega(Persistent):
 
 
 @dataclass(frozen=True)
+class Fp8(Persistent):
+    """The tiles of resident programs that multiply 8-bit codes (see scaled.py), and of what makes the codes. BLOCK_R,
+    and what the products contract a step (BLOCK_C, of weight gradients BLOCK_R), are 128: as many as share a scale.
+
+    Attributes:
+        quantise: BLOCK_R rows a tile where rows are quantised, BLOCK_N columns where columns are.
+    """
+
+    quantise: Elementwise
+
+
+@dataclass(frozen=True)
 class Blocks:
     """The block sizes of one kind of GPU for one width of dtype."""
 
@@ -171,6 +183,14 @@ def mega(BLOCK_R: int, N: int, C: int, warps: int, stages: int, chunk: int, grou
     each = {f.name: getattr(tiles, f.name) for f in fields(Persistent)}
     combine, pull = Elementwise(16, 256, warps), Elementwise(32, 256, warps)
     return Mega(**each, combine=combine, pull=pull, group=group, group_over_ranks=2, ahead=132)
+
+
+def fp8(warps: int, stages: int, chunk: int, quantise: Elementwise, dw: int = 128) -> Fp8:
+    """Tiles of 128 by 128, one a ticket, and 128 by dw of weight gradients. Each has a second sum beside that of the
+    matrix instruction: wider tiles would not leave registers for it."""
+    tiles = persistent(BLOCK_R=128, N=128, C=128, warps=warps, stages=stages, chunk=chunk)
+    strips, dw = tiles.down, ResidentWeightGrad(128, dw, 128, warps, stages)
+    return Fp8(128, strips, strips, tiles.dact, strips, dw, dw, quantise)
 
 
 # fp32 is multiplied as IEEE fp32, without TF32's matrix instructions: it is for checking, and its tiles are small.
@@ -287,6 +307,14 @@ INTERPRETER = Blocks(
 )
 
 
+FP8 = {  # whatever the dtype of what is quantised
+    "sm_90": fp8(warps=8, stages=4, chunk=16, quantise=Elementwise(32, 64, 8)),
+    "sm_100": fp8(warps=8, stages=4, chunk=16, quantise=Elementwise(32, 64, 8), dw=64),
+    "portable": fp8(warps=8, stages=2, chunk=16, quantise=Elementwise(32, 64, 8)),
+    "interpreter": fp8(warps=1, stages=1, chunk=64, quantise=Elementwise(64, 128, 1)),
+}
+
+
 def blocks_for(dtype: torch.dtype) -> Blocks:
     """The block sizes to use for this dtype on the current device."""
     name = target()
@@ -320,6 +348,16 @@ def persistent_for(problem: Problem) -> Persistent:
 def mega_for(problem: Problem) -> Mega:
     """The tiles of one launch for this problem on the current device."""
     return leaving(problem.num_reserved_sms, blocks_for(problem.dtype).mega)
+
+
+def fp8_tiles() -> Fp8:
+    """The tiles of 8-bit codes on the current device."""
+    return FP8.get(target(), FP8["portable"])
+
+
+def fp8_for(problem: Problem) -> Fp8:
+    """The same for this problem."""
+    return leaving(problem.num_reserved_sms, fp8_tiles())
 
 
 def leaving(reserved: int, tiles: Persistent) -> Persistent:
@@ -400,6 +438,20 @@ def why_not(problem: Problem) -> str | None:
     return f"num_reserved_sms={problem.num_reserved_sms} leaves none of the GPU's {there} processors: reserve fewer."
 
 
+def why_not_fp8() -> str | None:
+    """Why the current device has no use for e4m3 codes; None if it has."""
+    name = target()
+    kind, _, number = name.partition("_")
+    if name == "interpreter" or (kind == "sm" and int(number) >= 90):
+        return None
+    reasons = {
+        "gfx942": "has another e4m3 than the one of the layer's codes (e4m3fnuz)",
+        "gfx950": "has no block sizes with which products of codes fit its registers",
+    }
+    reason = reasons.get(name, "is older than sm_90, for which products of codes are written")
+    return f'{name} {reason}: use precision="bf16".'
+
+
 def target() -> str:
     """What kernels are compiled for: "interpreter", "sm_90", "gfx942", ..."""
     if INTERPRETED:
@@ -416,6 +468,12 @@ def note() -> str | None:
     if name not in MEASURED:
         return f"block sizes are chosen for {name if name in HALF else 'any GPU'}, but were not measured on {name}"
     return None
+
+
+def fp8_note() -> str | None:
+    """The same of the tiles of 8-bit codes."""
+    name = target()
+    return note() if name == "interpreter" else f"block sizes of 8-bit codes are chosen, but not measured on {name}"
 
 
 def persistent_note(problem: Problem) -> str | None:

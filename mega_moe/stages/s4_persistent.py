@@ -4,14 +4,23 @@ New since gather: a launch starts one program a processor instead of one a tile.
 every program for itself, and is now looked up ahead, in a table that is made on the device once a direction; in a strip
 of tiles the loads of one begin under the epilogue of the one before; a long expert's weight gradient could come last,
 and now comes first. What the kernels hand to each other lies in whole blocks of rows, so that TMA can load it.
+
+In 8 bits the steps are the same, and so are the launches but for those that quantise: tokens and weights before they
+are multiplied, in every call, so that no change of a weight is missed; what lies between products in the epilogue that
+makes it. A weight gradient contracts over rows, for which its tokens are quantised once more.
 """
+
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import NamedTuple
 
 from torch import Tensor
 
-from ..kernels import blocks
+from ..kernels import blocks, persistent, scaled
 from ..kernels.combine import sum_slots
-from ..kernels.persistent import dact_swiglu, down, dx_slots, gate_up_swiglu, weight_grad
 from ..kernels.plan import plan as make_plan
+from ..kernels.quantize import quantise_columns, quantise_rows, quantise_weights
 from ..kernels.tile_table import TileTable, tile_table
 from ..kernels.weights import readable
 from ..shapes import Grads, Inputs, Need, Plan, Problem, Saved
@@ -24,39 +33,60 @@ from ..shapes import Grads, Inputs, Need, Plan, Problem, Saved
 # combine     sum_slots       dact_swiglu, weight_grad
 
 
+class Products(NamedTuple):
+    """The launches that multiply, by the names above, their tiles, and what makes their operands of tensors."""
+
+    launches: ModuleType
+    tiles: Callable
+    rows: Callable  # of tokens, which are contracted along their columns
+    columns: Callable  # of tokens, which are contracted over an expert's rows
+    weights: Callable
+    transposed: Callable  # of weights, for backward
+
+
+AS_IS = Products(persistent, blocks.persistent_for, lambda t: t, lambda t, table: t, readable, readable)
+transposed_weights = partial(quantise_weights, codes=False, transposed=True)
+FP8 = Products(scaled, blocks.fp8_for, quantise_rows, quantise_columns, quantise_weights, transposed_weights)
+PRODUCTS = {"bf16": (AS_IS, AS_IS), "fp8": (FP8, FP8), "fp8_bwd": (AS_IS, FP8)}  # of forward, of backward
+
+
 def forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Saved]:
     """y (T, H), and what backward needs."""
+    of, _ = PRODUCTS[problem.precision]
     plan = make_plan(inputs.topk_ids, problem.E)
-    table = tile_table(plan, blocks.persistent_for(problem))
+    table = tile_table(plan, of.tiles(problem))
     pre, act = gate_up(problem, inputs, plan, table, pre=problem.save == "pre")
-    slots = down(act, readable(inputs.w_down), plan, table)
+    slots = of.launches.down(act, of.weights(inputs.w_down), plan, table)
     y = sum_slots(slots, inputs.topk_weights, plan)
     return y, Saved(plan, pre)
 
 
 def backward(problem: Problem, inputs: Inputs, saved: Saved, dy: Tensor, need: Need) -> Grads:
     """The needed gradients; dact carries no router weight (see reference/backward.py)."""
+    of_forward, of = PRODUCTS[problem.precision]
     plan, pre = saved
-    table = tile_table(plan, blocks.persistent_for(problem))
+    table = tile_table(plan, of.tiles(problem))
     dx = dw_gate_up = dw_down = None
 
     if pre is None:
-        pre, _ = gate_up(problem, inputs, plan, table, act=False)
-    dpre, weighted_act, dtopk_weights = dact_swiglu(
-        dy, readable(inputs.w_down), pre, inputs.topk_weights, plan, table, problem.swiglu_limit, need
+        as_before = table if of is of_forward else tile_table(plan, of_forward.tiles(problem))
+        pre, _ = gate_up(problem, inputs, plan, as_before, act=False)
+    w_down, limit = of.transposed(inputs.w_down), problem.swiglu_limit
+    dpre, weighted_act, dtopk_weights = of.launches.dact_swiglu(
+        of.rows(dy), w_down, pre, inputs.topk_weights, plan, table, limit, need
     )
-    del pre
+    del pre, w_down
     if need.dx:
-        slots = dx_slots(dpre, readable(inputs.w_gate_up), plan, table)
+        slots = of.launches.dx_slots(dpre, of.transposed(inputs.w_gate_up), plan, table)
         dx = sum_slots(slots, None, plan)
         del slots
     if need.dw_gate_up:
         dw_gate_up = inputs.w_gate_up.new_empty(inputs.w_gate_up.shape)
-        weight_grad(dpre, inputs.x, table, "dw_gate_up", dw_gate_up.flatten(1, 2))
+        of.launches.weight_grad(dpre, of.columns(inputs.x, table), table, "dw_gate_up", dw_gate_up.flatten(1, 2))
     del dpre
     if need.dw_down:
         dw_down = inputs.w_down.new_empty(inputs.w_down.shape)
-        weight_grad(weighted_act, dy, table, "dw_down", dw_down.mT)
+        of.launches.weight_grad(weighted_act, of.columns(dy, table), table, "dw_down", dw_down.mT)
     return Grads(dx, dtopk_weights, dw_gate_up, dw_down)
 
 
@@ -64,14 +94,17 @@ def gate_up(
     problem: Problem, inputs: Inputs, plan: Plan, table: TileTable, pre: bool = True, act: bool = True
 ) -> tuple[Tensor | None, Tensor | None]:
     """pre (R, 2, I) and act (rows in blocks, I) as wanted: forward stores both, or act alone; backward pre alone."""
-    return gate_up_swiglu(inputs.x, readable(inputs.w_gate_up), plan, table, problem.swiglu_limit, pre, act)
+    of, _ = PRODUCTS[problem.precision]
+    x, w = of.rows(inputs.x), of.weights(inputs.w_gate_up)
+    return of.launches.gate_up_swiglu(x, w, plan, table, problem.swiglu_limit, pre, act)
 
 
 def why_not(problem: Problem) -> str | None:
-    """Any sizes, on any GPU that Triton compiles for; but some processors must be left to work on."""
-    return blocks.why_not(problem)
+    """Any sizes, on any GPU that Triton compiles for, in 8 bits on those that multiply them; but some processors must
+    be left to work on."""
+    return blocks.why_not(problem) or (blocks.why_not_fp8() if FP8 in PRODUCTS[problem.precision] else None)
 
 
 def note(problem: Problem) -> str | None:
     """Whether the block sizes were measured for this device and this layer."""
-    return blocks.persistent_note(problem)
+    return blocks.fp8_note() if FP8 in PRODUCTS[problem.precision] else blocks.persistent_note(problem)

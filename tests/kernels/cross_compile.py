@@ -13,6 +13,8 @@ reading nothing on the host: a meta tensor has no values.)
 
 Rungs over ranks run three times: without heaps, over heaps of one process (LocalHeaps), and as one of W processes,
 which holds a W-th of the experts, has rows coming from everywhere, and reaches the other ranks by their addresses.
+They run in each precision that they have on the target, each precision's forms behind those of the one before; in 8
+bits from fp32 only with the rare ones.
 
 Matrix instructions must be there where a kernel multiplies (fp32 does without: IEEE fp32 has none on NVIDIA), shared
 memory must fit, ptxas must not have serialised matrix instructions, and nothing may spill but MAY_SPILL and rare forms:
@@ -48,7 +50,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from mega_moe import kernels
 from mega_moe.processes import ProcessHeaps
 from mega_moe.registry import LADDER
-from mega_moe.shapes import PRESETS, SAVES, Inputs, Need, Problem
+from mega_moe.shapes import PRECISIONS, PRESETS, SAVES, Inputs, Need, Problem
 from mega_moe.symmetric import Heaps, Layout, LocalHeaps
 from tests.kernels.waits import does_wait, wrong_in_ptx, wrong_in_ttgir, wrong_scopes
 
@@ -60,11 +62,12 @@ class Target:
     triton: GPUTarget
     matrix: str
     shared: int  # bytes
+    of_codes: str = ""  # the matrix instruction of e4m3 codes, as far as a line of assembly shows it
 
 
 TARGETS = {
-    "sm_90": Target(GPUTarget("cuda", 90, 32), "wgmma.mma_async", 227 * 1024),
-    "sm_100": Target(GPUTarget("cuda", 100, 32), "tcgen05.mma", 227 * 1024),
+    "sm_90": Target(GPUTarget("cuda", 90, 32), "wgmma.mma_async", 227 * 1024, r"wgmma\.mma_async\S*\.e4m3\.e4m3"),
+    "sm_100": Target(GPUTarget("cuda", 100, 32), "tcgen05.mma", 227 * 1024, r"tcgen05\.mma\S*\.kind::f8f6f4"),
     "gfx942": Target(GPUTarget("hip", "gfx942", 64), "v_mfma", 64 * 1024),
     "gfx950": Target(GPUTarget("hip", "gfx950", 64), "v_mfma", 160 * 1024),
 }
@@ -79,8 +82,15 @@ LAYERS = {name: PRESETS[name] for name in ("qwen3-30b-a3b", "qwen3-235b-a22b")} 
 }
 # What a kernel may spill, in the units of Compiled. All steps of a direction in one function, or all that ranks meet
 # for, leave the largest part a few registers short; most in fp32, which is for checking. For dact's epilogue in
-# backward that is faster on an H200, by 1 to 4 %, than an epilogue of half the columns, which spills less.
-MAY_SPILL = {"mega_forward_kernel": 56, "mega_backward_kernel": 148, "meet_kernel": 80, "combine_slots_kernel": 8}
+# backward that is faster on an H200, by 1 to 4 %, than an epilogue of half the columns, which spills less. In 8 bits
+# gate_up spills on sm_100 alone.
+MAY_SPILL = {
+    "scaled_gate_up_kernel": 32,
+    "mega_forward_kernel": 56,
+    "mega_backward_kernel": 148,
+    "meet_kernel": 80,
+    "combine_slots_kernel": 8,
+}
 OVER = ("nothing", "local heaps", "processes")
 """What a form is launched over."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -178,12 +188,15 @@ def forms(target: str, problem: Problem, rare: bool = False) -> list[Form]:
         T, W = problem.T, some_of_ranks.ranks
         over_heaps = problem.at(heap=some_of_ranks.key, tokens_per_rank=(T - (W - 1), *[1] * (W - 1)))
         as_process = problem.at(heap=one_of_ranks.key, tokens_per_rank=(T,), **one_of_ranks.facts(problem.K))
-        for need, rung, save in itertools.product(needs if rare else [Need()], LADDER, SAVES):
+        precisions = PRECISIONS if rare or problem.dtype != torch.float32 else PRECISIONS[:1]
+        for precision, need, rung, save in itertools.product(precisions, needs if rare else [Need()], LADDER, SAVES):
+            if precision not in rung.precisions or rung.recipe().why_not(problem.at(precision=precision)):
+                continue
             over_ranks = rung.over_ranks and (rare or save == "inputs")  # the default there
             able = (rung.needs_triton, over_ranks, over_ranks)
             for over, which in itertools.compress(zip(OVER, (problem, over_heaps, as_process)), able):
                 JITFunction.run = recorder(launched, rare=need != Need(), over=over)
-                saving, inputs = which.at(save=save), meta_inputs(which)
+                saving, inputs = which.at(save=save, precision=precision), meta_inputs(which)
                 y, saved = rung.forward(saving, inputs)
                 rung.backward(saving, inputs, saved, torch.empty_like(y), need)
         for each in heaps:
@@ -264,6 +277,8 @@ def compile_form(target: str, form: Form, may_spill: bool = False) -> Compiled:
     # A product of bf16 or fp16 operands, which a GPU has instructions for.
     if re.search(r"tt\.dot .*x(bf16|f16)>", compiled.asm["ttir"]) and matrix not in assembly:
         faults.append(f"no {matrix}")
+    if re.search(r"tt\.dot .*xf8E4M3FN>", compiled.asm["ttir"]) and not re.search(TARGETS[target].of_codes, assembly):
+        faults.append(f"no {TARGETS[target].of_codes}")
     faults += wrong_scopes(compiled.asm["ttgir"], assembly)
     if does_wait(form.kernel) and TARGETS[target].triton.backend == "cuda":
         faults += wrong_in_ttgir(compiled.asm["ttgir"]) + wrong_in_ptx(assembly)
@@ -335,10 +350,10 @@ def jobs_of(arguments: argparse.Namespace) -> list[tuple[str, Form]]:
     for layer in arguments.layer:
         problem = LAYERS[layer].at(dtype=DTYPES[arguments.dtype], device="meta")
         jobs += [(target, form) for target in arguments.target for form in forms(target, problem, arguments.rare)]
-        turns = zip(*(forms(target, problem, arguments.rare) for target in arguments.rotate), strict=True)
-        for i, forms_in_turn in enumerate(turns):
-            at = i % len(arguments.rotate)
-            jobs.append((arguments.rotate[at], forms_in_turn[at]))
+        turns = itertools.zip_longest(*(forms(target, problem, arguments.rare) for target in arguments.rotate))
+        for i, forms_in_turn in enumerate(turns):  # a target without a precision has none of its forms, which are last
+            having = [(target, form) for target, form in zip(arguments.rotate, forms_in_turn) if form]
+            jobs.append(having[i % len(having)])
     return jobs
 
 
@@ -350,7 +365,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     blocks = {name: int(size) for name, size in (pair.split("=") for pair in arguments.blocks.split(",") if pair)}
     jobs = jobs_of(arguments)
-    missing = forgotten([form for _, form in jobs])
+    everywhere = forms("sm_90", PRESETS["tiny"].at(device="meta"))  # which has all precisions
+    missing = forgotten([form for _, form in jobs] + everywhere)
     chosen = lambda form: form.over in arguments.over and arguments.kernel in (None, form.kernel.__name__)
     jobs = [(target, form) for target, form in jobs if chosen(form)]
     try:
