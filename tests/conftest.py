@@ -22,13 +22,13 @@ if DEVICE == "cpu" and find_spec("triton"):
     interpreter.install()
 
 SLICES = {
-    "a rung": 120,
-    "ranks": 480,
+    "a rung": 80,
+    "ranks": 300,
     "kernels": 140,
     "compile": 120,
     "cross-compile": 440,
     "lessons": 150,
-    "the rest": 400,
+    "the rest": 330,
 }
 """Seconds of one core that each part of the suite may take on a CPU, so that all of it stays within a quarter of an
 hour on two cores as the ladder grows. Each rung has a slice of its own; so have the tests of single kernels, of which

@@ -312,7 +312,7 @@ from triton.runtime.jit import JITFunction
 
 driver.set_active(Pretended("sm_90"))
 run, launched = JITFunction.run, []
-JITFunction.run = recorder(launched, rare=False)
+JITFunction.run = recorder(launched, rare=False, over="nothing")
 problem = LAYERS["one"].at(device="meta")
 inputs, tiles = meta_inputs(problem), blocks.mega_for(problem)
 plan, tickets = plan_and_schedule(inputs.topk_ids, problem.E, forward_work(problem, tiles))
