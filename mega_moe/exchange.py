@@ -8,7 +8,7 @@ known before they travel: ranks tell each other how many rows they send, and the
 With these counts goes a *header*, which says in what call a rank comes. Whoever reads that another came in another one,
 or was called with wrong arguments, raises before any row travels; all read the same, so all raise, and the group goes
 on with the next call. For this the first thing that ranks exchange must have one size, whatever each of them came for:
-a *block* of the header and of as many counts as any layer of this group has needed so far.
+the header and as many counts as any layer of this group has needed so far.
 
 A rank plans its own tokens over the experts of all ranks (kernels/plan.py). In the order of that plan the rows for one
 rank's experts stand side by side: they are the block. Blocks arrive ordered by home rank, then expert, and are turned
@@ -77,8 +77,8 @@ class AllToAll(Heaps):
 
     Attributes:
         device: where the tensors of its calls are.
-        room: counts in a block, of rows for the experts of a rank. It grows when all ranks have come with a layer of
-            more experts, and so is the same on all of them.
+        room: for counts beside a header, of rows for the experts of a rank. It grows when all ranks have come with a
+            layer of more experts, and so is the same on all of them.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device):
@@ -100,20 +100,20 @@ class AllToAll(Heaps):
         return dict(ranks=self.ranks, max_rows=0)
 
     def exchange(self, header: list[int], counts: Tensor) -> tuple[list[list[int]], Tensor]:
-        """Send each rank a block: the header, and of counts (W, up to room) its own row. Collective, the same size on
+        """Send each rank the header, and of counts (W, up to room) its own row. Collective, the same size on
         all ranks at all times. Waits for the device, once.
 
         Returns for each rank its header, how many rows go there and how many come from there; and the counts that have
         arrived, shaped as those that went. Unless all headers are alike, only they mean anything.
         """
         columns = slice(HEADER, HEADER + counts.shape[1])
-        blocks = torch.empty(self.ranks, HEADER + self.room, dtype=torch.int32, device=self.device)
+        numbers = torch.empty(self.ranks, HEADER + self.room, dtype=torch.int32, device=self.device)
         # From pinned memory a copy does not wait for the device.
         own = torch.tensor(header, dtype=torch.int32, pin_memory=self.device.type == "cuda")
-        blocks[:, :HEADER] = own.to(self.device, non_blocking=True)
-        blocks[:, columns] = counts
-        arrived = torch.empty_like(blocks)
-        dist.all_to_all_single(arrived, blocks, group=self.group)
+        numbers[:, :HEADER] = own.to(self.device, non_blocking=True)
+        numbers[:, columns] = counts
+        arrived = torch.empty_like(numbers)
+        dist.all_to_all_single(arrived, numbers, group=self.group)
         counts_here = arrived[:, columns]
         sent, received = counts.sum(1, keepdim=True), counts_here.sum(1, keepdim=True)
         return torch.cat((arrived[:, :HEADER], sent, received), 1).tolist(), counts_here

@@ -92,6 +92,7 @@ def compute_of(experts: GroupedExperts, *args, **options) -> MegaMoEExpertComput
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("activation", [Silu, Silu(), ClampedSilu(0.5)], ids=["class", "silu", "clamped"])
 def test_y_and_every_gradient(kind, activation, in_fp32):
+    """In fp32: only the order of sums differs from that of plain torch."""
     expected = train(plain, GroupedExperts(kind, activation))
     experts = GroupedExperts(kind, activation)
     compute = compute_of(experts)

@@ -58,6 +58,6 @@ def test_over_ranks(tmp_path):
     on_rank = on_ranks(W, work, tmp_path)
     for its, *mine in zip(expected, *(results for results, _ in on_rank)):
         assert its.abs().max() > 1e-2
-        torch.testing.assert_close(torch.cat(mine), its, rtol=0, atol=0)
+        torch.testing.assert_close(torch.cat(mine), its, rtol=0, atol=0)  # to the bit: one process runs the same rung
     for _, said in on_rank:
         assert "x holds 10 tokens, and the heaps max_tokens = 6 of a rank" in said

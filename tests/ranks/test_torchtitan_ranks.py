@@ -107,4 +107,5 @@ def test_over_ranks(tmp_path, monkeypatch):
             mine = [result[name] for result in results]
             got = sum(mine) if name == "router.gate.weight" else torch.cat(mine)
             assert its.abs().max() > 1e-2, name
+            # Not to the bit: TorchTitan's own experts add up in another order.
             torch.testing.assert_close(got, its, rtol=1e-5, atol=1e-5, msg=lambda told, name=name: f"{name}: {told}")

@@ -158,7 +158,7 @@ def test_a_larger_batch_later_needs_max_tokens(max_tokens, checkpoint, tmp_path)
 
     for got in on_ranks(W, work, tmp_path):
         if max_tokens:
-            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)  # eager adds up in another order
         else:
             assert "register(max_tokens=...)" in got[0]
 
