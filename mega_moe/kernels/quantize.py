@@ -179,8 +179,8 @@ def quantise_weights_kernel(
     c = tl.program_id(0) % c_blocks * ALONG + tl.arange(0, ALONG)
     mask = (n < N)[:, None] & (c < C)[None, :]
 
-    at = w_ptr + matrix // PARTS * stride_e + matrix % PARTS * stride_part
-    at += n.to(tl.int64)[:, None] * stride_n + c.to(tl.int64)[None, :] * stride_c
+    w_ptr += matrix // PARTS * stride_e + matrix % PARTS * stride_part
+    at = w_ptr + n.to(tl.int64)[:, None] * stride_n + c.to(tl.int64)[None, :] * stride_c
     codes, scale = quantise(tl.load(at, mask=mask, other=0.0).to(tl.float32), None)
 
     tl.store(scales_ptr + tl.program_id(0), scale)
@@ -188,8 +188,13 @@ def quantise_weights_kernel(
         to_codes = codes_ptr + (matrix * N + n)[:, None] * stride_codes
         tl.store(to_codes + c[None, :], codes, mask=mask)
     if transposed_ptr is not None:
-        to_codes = transposed_ptr + (matrix * C + c)[None, :] * stride_transposed
-        tl.store(to_codes + n[:, None], codes, mask=mask)
+        # Read once more, as it is written: ptxas up to 12.9 mixes up e4m3 codes that two stores lay out differently
+        # (Triton's issue 11111). The block is in a cache.
+        mask = (c < C)[:, None] & (n < N)[None, :]
+        at = w_ptr + c.to(tl.int64)[:, None] * stride_c + n.to(tl.int64)[None, :] * stride_n
+        codes = encode(tl.load(at, mask=mask, other=0.0).to(tl.float32), tl.div_rn(1.0, scale))
+        to_codes = transposed_ptr + (matrix * C + c)[:, None] * stride_transposed
+        tl.store(to_codes + n[None, :], codes, mask=mask)
 
 
 # --8<-- [end:weights]
