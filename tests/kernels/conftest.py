@@ -7,11 +7,21 @@ from cases import DEVICE
 from memory import FramedMemory
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from mega_moe import symmetric
+
 
 @pytest.fixture
-def framed_memory():
-    """Every allocation of the test is framed, and every frame is intact at its end."""
+def framed_memory(monkeypatch):
+    """Every allocation of the test is framed, and every frame is intact at its end. On a GPU a thread allocates what is
+    kept from call to call, and a mode is on in its own thread only."""
     with FramedMemory() as memory:
+        on_default_stream = symmetric.on_default_stream
+
+        def framed(*make_on):
+            with memory:
+                return on_default_stream(*make_on)
+
+        monkeypatch.setattr(symmetric, "on_default_stream", framed)
         yield memory
     memory.assert_intact()
 
