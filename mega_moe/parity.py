@@ -80,10 +80,10 @@ class Oracle:
                 f"parity in {problem.dtype} needs H and I of at least {SMALL}, not H={problem.H}, I={problem.I}: "
                 "use larger sizes, or fp32"
             )
-        if problem.precision != "bf16" and problem.dtype == torch.float32:
+        if problem.precision != "bf16" and problem.dtype in (torch.float32, torch.float16):
             raise ValueError(
-                f"parity in {problem.precision} cannot be judged in fp32: values a hair apart get other codes, and "
-                "nothing coarser is there to measure that by: use bf16 or fp16"
+                f"parity in {problem.precision} cannot be judged in {problem.dtype}: values a hair apart get other "
+                "codes, and nothing coarser is there to measure that by: use bf16"
             )
         self.problem, self.inputs, self.dy = problem, inputs, dy
 

@@ -73,9 +73,10 @@ def test_a_rung_computes_it_within_budget_or_says_who_does(rung, precision):
 
 
 @EIGHT_BITS
-def test_parity_in_fp32_is_refused(precision):
-    problem, inputs, dy = layer(dtype=torch.float32)
-    with pytest.raises(ValueError, match=f"parity in {precision} cannot be judged in fp32.*: use bf16 or fp16"):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_parity_in_other_dtypes_is_refused(precision, dtype):
+    problem, inputs, dy = layer(dtype=dtype)
+    with pytest.raises(ValueError, match=f"parity in {precision} cannot be judged in {dtype}: .*: use bf16"):
         Oracle(problem.at(precision=precision), inputs, dy)
 
 
