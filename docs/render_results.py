@@ -1,11 +1,14 @@
 """From benchmarks to pages: no time of README.md, docs/results.md and docs/comparison.md is typed by hand.
 
     python3 -m pytest tests/bench --benchmark-json=build/bench.json
+    torchrun --nproc-per-node=2 -m mega_moe.ranks_check --json build/ranks.json
     python3 docs/render_results.py build/bench.json
+    python3 docs/render_results.py build/ranks.json
 
-The first line measures. The second keeps what matters of it as docs/results/<date>-<device>.json, the record, and
-writes the newest record's tables into the pages, between their markers. Without an argument it only writes the pages.
-Both want the Python that has torch: what the hardware allows a kernel is asked of mega_moe.roofline.
+The first two lines measure, on one GPU and on several. The others keep what matters of it, the record: of one GPU as
+docs/results/<date>-<device>.json, of several as docs/results/ranks/<date>-<number>-x-<device>.json. They write the
+records' tables into the pages, between their markers. Without an argument only the pages are written. All want the
+Python that has torch: what the hardware allows a kernel is asked of mega_moe.roofline.
 """
 
 import json
@@ -22,6 +25,7 @@ from mega_moe.ladder import DTYPES
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "docs" / "results"
+OF_RANKS = RECORDS / "ranks"
 START, END = "<!-- results:start -->", "<!-- results:end -->"
 NOTHING = "Nothing is recorded yet."
 
@@ -65,14 +69,21 @@ GOAL = 0.9
 
 
 def main(arguments: list[str]) -> None:
-    """Record the given pytest-benchmark files, if any, and write the pages."""
+    """Record the given pytest-benchmark files, or the given report of ranks_check, if any, and write the pages."""
     if arguments:
-        new = record(*(json.loads(Path(name).read_text()) for name in arguments))
-        save(new, RECORDS)
-    newest = max(RECORDS.glob("*.json"), default=None)
-    for page, block in blocks(newest).items():
+        reports = [json.loads(Path(name).read_text()) for name in arguments]
+        if any("parts" in report for report in reports):
+            save_ranks(*reports, folder=OF_RANKS)
+        else:
+            save(record(*reports), RECORDS)
+    for page, block in blocks(*records()).items():
         page.write_text(between_markers(page, block))
         print(f"wrote {page.relative_to(ROOT)}")
+
+
+def records() -> tuple[list[Path], list[Path]]:
+    """The records of one GPU, and those of several, the newest first."""
+    return tuple(sorted(folder.glob("*.json"), reverse=True) for folder in (RECORDS, OF_RANKS))
 
 
 def record(*benchmarks: dict) -> dict:
@@ -106,23 +117,137 @@ def save(record: dict, folder: Path) -> Path:
     machine = record["machine"]
     if is_cpu(record):
         raise ValueError(f"{machine['device']}: only a GPU's times are results")
-    device = re.sub(r"[^a-z0-9]+", "-", machine["device"].lower()).strip("-")
     lines = [f'"{key}": {json.dumps(record[key])}' for key in ("machine", "method", "problems")]
     lines.append('"rows": [\n' + ",\n".join(json.dumps(row) for row in record["rows"]) + "\n]")
     folder.mkdir(exist_ok=True)
-    path = folder / f"{machine['date']}-{device}.json"
+    path = folder / f"{machine['date']}-{_file_name(machine['device'])}.json"
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     return path
 
 
-def blocks(path: Path | None) -> dict[Path, str]:
-    """What stands between each page's markers for the record in this file."""
+def save_ranks(*reports: dict, folder: Path) -> Path:
+    """Write a report of ranks_check, or several of one node, as one record: each part as the last of them that passed
+    it says. Raises ValueError where a part has not passed, for a CPU's, and where they are not of one node."""
+    kept = {part["name"]: part for report in reports for part in report["parts"] if part["passed"]}
+    failed = sorted({part["name"] for report in reports for part in report["parts"]} - kept.keys())
+    if failed or not kept:
+        raise ValueError(f"not a result, since parts have not passed: {', '.join(failed) or 'all'}")
+    about = [(r["ranks"], {**r["machine"], "date": None}, kept["machine"]["facts"]["devices"]) for r in reports]
+    if any(one != about[0] for one in about):
+        raise ValueError("the reports come from different nodes or versions")
+    machine = reports[-1]["machine"] | {"date": reports[-1]["machine"]["date"][:10]}
+    whole = {"machine": machine, "ranks": reports[0]["ranks"], "parts": list(kept.values())}
+    if is_cpu(whole):
+        raise ValueError(f"{machine['device']}: only a GPU's times are results")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{machine['date']}-{whole['ranks']}-x-{_file_name(machine['device'])}.json"
+    path.write_text(json.dumps(whole, indent=1) + "\n")
+    return path
+
+
+def _file_name(device: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
+def blocks(newest_first: list[Path], of_ranks: list[Path]) -> dict[Path, str]:
+    """What stands between each page's markers, for records of one GPU, and for those of several."""
     results, readme, comparison = ROOT / "docs" / "results.md", ROOT / "README.md", ROOT / "docs" / "comparison.md"
-    if path is None:
+    if not newest_first:
         return dict.fromkeys((results, readme, comparison), NOTHING)
-    newest = json.loads(path.read_text())
-    everything = f"{tables(newest)}\n\n[All numbers of this run](results/{path.name})"
-    return {results: everything, readme: summary(newest), comparison: beside_others(newest)}
+    records = [json.loads(path.read_text()) for path in newest_first]
+    parts = []
+    for path, found in zip(newest_first, records):
+        heading = "## One GPU" if path is newest_first[0] else f"## One GPU, an earlier run: {found['machine']['date']}"
+        parts += [heading, tables(found), f"[All numbers of this run](results/{path.name})"]
+        if path is newest_first[0]:
+            parts += several(of_ranks)
+    return {results: "\n\n".join(parts), readme: summary(records[0]), comparison: beside_others(records)}
+
+
+def several(of_ranks: list[Path]) -> list[str]:
+    """The newest record of each number of GPUs."""
+    newest = {}
+    for path in of_ranks:
+        found = json.loads(path.read_text())
+        newest.setdefault(found["ranks"], (path, found))
+    parts = []
+    for ranks, (path, found) in sorted(newest.items()):
+        link = f"[All numbers of this run](results/ranks/{path.name})"
+        parts += [f"## {ranks} GPUs of one host", over_gpus(found), link]
+    return parts
+
+
+def over_gpus(record: dict) -> str:
+    """A record of ranks_check: the node, what was right, and for each layer its times, its exchange and its trace."""
+    m, parts = record["machine"], {part["name"]: part for part in record["parts"]}
+    node = parts["machine"]["facts"]
+    versions = ", ".join(f"{what} {m[what]}" for what in ("torch", "triton", "python") if m.get(what))
+    rate = f", {node['bytes_per_s'] / 1e9:.0f} GB/s each way in an all_to_all" if node.get("bytes_per_s") else ""
+    lines = [f"**{record['ranks']} x {m['device']}**, {m['date']}; {versions}; NCCL {node['nccl']}{rate}."]
+    right = [f"- {name}: {parts[name]['line']}" for name in ("parity", "stress", "graph", "groups") if name in parts]
+    lines.append("\n".join(right))
+    for name, part in parts.items():
+        if name.startswith("times "):
+            shape = name.removeprefix("times ")
+            traced = parts.get(f"trace {shape}", {}).get("facts", {})
+            lines += [f"### {shape} over {record['ranks']} GPUs", _times_over_gpus(part["facts"])]
+            lines.append(_exchange_over_gpus(part["facts"]["exchange"], traced))
+    return "\n\n".join(line for line in lines if line)
+
+
+def _times_over_gpus(facts: dict) -> str:
+    what = ("forward", "backward", "2 x forward + backward")
+    rows = [row for row in facts["rows"] if not row["failure"]]
+    first = rows[0]["ms"]["2 x forward + backward"]
+    lines = []
+    for row in rows:
+        cells = [f"{row['ms'][name]:.2f} ± {row['spread'][name]:.2f}" for name in what]
+        name = row["name"] if row["name"].startswith("plain") else f"**{row['name']}**"
+        off = f"{max(row['off'].values()):.1e}" if row["off"] else "equal"
+        lines.append([name, *cells, f"{first / row['ms'][what[-1]]:.2f}", off])
+    header = ["", *what, f"times as fast as {rows[0]['name']}", "off one process"]
+    caption = (
+        f"Milliseconds of the slowest rank, median ± half of the interquartile range; {facts['tokens']} tokens a rank, "
+        "routed at random; the rows took turns under load, each compared with one process that computes all tokens."
+    )
+    return f"{caption}\n\n{_markdown(header, lines)}"
+
+
+def _exchange_over_gpus(exchange: dict, traced: dict) -> str:
+    lines = []
+    for direction, e in exchange.items():
+        if e["shown_ms"] is None or not e["bytes"]:
+            continue
+        by_trace = traced.get(direction, {}).get("hidden")
+        lines.append(
+            [
+                direction,
+                f"{e['bytes'] / 1e6:.0f}",
+                f"{e['gb_per_s']:.0f}",
+                f"{e['links_ms']:.2f}" if e["links_ms"] else "–",
+                f"{e['shown_ms']:.2f}",
+                f"{e['hidden']:.0%}" if e["hidden"] is not None else "–",
+                f"{by_trace:.0%}" if by_trace is not None else "–",
+            ]
+        )
+    if not lines:
+        return ""
+    header = [
+        "",
+        "MB each way",
+        "GB/s on average",
+        "the links alone, ms",
+        "longer than without, ms",
+        "hidden",
+        "traced",
+    ]
+    caption = (
+        "The exchange of mega: what goes over the links of the busiest rank, each way; what an all_to_all of as much "
+        "takes; how much longer the launch is than on the same rows with all experts at home; the share of the links' "
+        "time that so does not show; and the share of the exchange during which others multiply, by the trace of one "
+        "launch."
+    )
+    return f"{caption}\n\n{_markdown(header, lines)}"
 
 
 def between_markers(page: Path, block: str) -> str:
@@ -179,39 +304,49 @@ def summary(record: dict) -> str:
     return f"{_markdown(header, lines)}\n\n{caption}"
 
 
-def beside_others(record: dict) -> str:
+def beside_others(newest_first: list[dict]) -> str:
     """The comparison's table: the times of those that are not rungs over those of TAKEN_APART, and peaks of memory, for
-    each shape on which that rung was measured."""
-    layer = _on_one_rank(record)
-    ours = {name: _medians([row for row in layer if row["shape"] == name], TAKEN_APART) for name in record["problems"]}
-    shapes = [shape for shape, ms in ours.items() if ms]
-    if not shapes:
+    each shape on which that rung was measured. Each from the newest record in which both ran side by side."""
+    newest = newest_first[0]["machine"]["date"]
+    runs = []  # of each record and shape: rows on one rank, what the rung took, when
+    for record in newest_first:
+        layer = _on_one_rank(record)
+        for shape in record["problems"]:
+            if ours := _medians([row for row in layer if row["shape"] == shape], TAKEN_APART):
+                runs.append((shape, [row for row in layer if row["shape"] == shape], ours, record["machine"]["date"]))
+    if not runs:
         return NOTHING
+    shapes = list(dict.fromkeys(shape for shape, *_ in runs))
+    others = {}  # name: a row of it
+    for _, rows, *_ in runs:
+        for row in rows:
+            if row["contestant"] == TAKEN_APART or row["kind"] != "rung":
+                others.setdefault(row["contestant"], row)
 
-    def ratio(rows: list[dict], shape: str, direction: str) -> str:
-        row = _find(rows, direction, shape)
-        return f"{row['ms']['median'] / ours[shape][direction]:.2f}" if row else "–"
+    def cells(name: str, shape: str) -> list[str]:
+        for here, layer, ours, date in runs:
+            rows = [row for row in layer if row["contestant"] == name]
+            if here != shape or not rows:
+                continue
+            found = [_find(rows, direction) for direction in DIRECTIONS]
+            ratios = [f"{row['ms']['median'] / ours[row['direction']]:.2f}" if row else "–" for row in found]
+            peak = found[-1]["peak_bytes"] if found[-1] else None
+            when = "" if date == newest else f" ({date})"
+            return [*ratios[:-1], ratios[-1] + when, f"{peak / 2**20:.0f}" if peak else "–"]
+        return ["–"] * 4
 
-    def peak(rows: list[dict], shape: str) -> str:
-        row = _find(rows, BOTH, shape)
-        return f"{row['peak_bytes'] / 2**20:.0f}" if row and row["peak_bytes"] else "–"
-
-    header, lines = [""], []
-    for shape in shapes:
-        header += [f"{shape}<br>{title}" for title in (*DIRECTIONS.values(), "peak MiB")]
-    for rows in _by_contestant(layer):
-        if rows[0]["contestant"] == TAKEN_APART or rows[0]["kind"] != "rung":
-            cells = [_name(rows)]
-            for shape in shapes:
-                cells += [*(ratio(rows, shape, direction) for direction in DIRECTIONS), peak(rows, shape)]
-            lines.append(cells)
+    header = ["", *(f"{s}<br>{title}" for s in shapes for title in (*DIRECTIONS.values(), "peak MiB"))]
+    lines = [[_name([row]), *(c for s in shapes for c in cells(name, s))] for name, row in others.items()]
+    dated = (
+        ", or on the date that stands there" if any(f"({d})" in c for *_, d in runs for ln in lines for c in ln) else ""
+    )
     caption = (
-        f"Their time over that of {TAKEN_APART}, both from one run on one {record['machine']['device']}, "
-        f"{record['machine']['date']}: above 1 {TAKEN_APART} is faster, **below 1 they are**. Peaks are those of both "
-        "directions together. [Milliseconds, spread, errors, versions and method](results.md)"
+        f"Their time over that of {TAKEN_APART}, both from one run on one {newest_first[0]['machine']['device']}, "
+        f"{newest}{dated}: above 1 {TAKEN_APART} is faster, **below 1 they are**. Peaks are those of both directions "
+        "together. [Milliseconds, spread, errors, versions and method](results.md)"
     )
     if any("–" in line[1:] for line in lines):
-        caption += "\n\n–: not measured in this run, or nothing to measure."
+        caption += "\n\n–: not measured beside it, or nothing to measure."
     return f"{_markdown(header, lines)}\n\n{caption}"
 
 

@@ -322,7 +322,7 @@ def test_others_stand_beside_the_highest_rung_as_ratios():
         row["kind"] = "rung" if row["contestant"] == "persistent" else "peer"
         row["peak_bytes"] = 2**30 if row["contestant"] == "sonic-moe" else None
     other_rung = [row | dict(contestant="grouped", label="mega_moe, grouped") for row in record["rows"][:3]]
-    text = render_results.beside_others(record | {"rows": [*record["rows"], *other_rung]})
+    text = render_results.beside_others([record | {"rows": [*record["rows"], *other_rung]}])
     header, _, *lines = cells(text)
 
     assert header[1:] == [f"qwen3-30b-a3b<br>{title}" for title in ("forward", "backward", "both", "peak MiB")]
@@ -333,8 +333,26 @@ def test_others_stand_beside_the_highest_rung_as_ratios():
         ["dense", "0.75", "0.56", "0.60", "–"],
     ]
     assert "one NVIDIA H200, 2026-12-01" in text
-    assert text.endswith("–: not measured in this run, or nothing to measure.")
-    assert render_results.beside_others(without(record, "persistent")) == render_results.NOTHING
+    assert text.endswith("–: not measured beside it, or nothing to measure.")
+    assert render_results.beside_others([without(record, "persistent")]) == render_results.NOTHING
+
+
+def test_others_are_taken_from_the_newest_run_that_has_them():
+    """SonicMoE was not in the newest run: its ratio is the older one's, in which persistent took twice as long."""
+    newest = without(taken_apart(), "sonic-moe")
+    older = json.loads(json.dumps(taken_apart()))
+    older["machine"]["date"] = "2026-11-01"
+    for row in older["rows"]:
+        if row["contestant"] in ("persistent", "torch-compiled"):
+            row["ms"]["median"] *= 2
+    for row in [*newest["rows"], *older["rows"]]:
+        row["kind"] = "rung" if row["contestant"] == "persistent" else "peer"
+    text = render_results.beside_others([newest, older])
+    found = {line[0]: line[1:4] for line in cells(text)[2:]}
+
+    assert found["plain torch, torch.compile"] == ["2.50", "0.88", "1.20"]
+    assert found["SonicMoE, CuTe"] == ["0.47", "0.32", "0.35 (2026-11-01)"]
+    assert "2026-12-01, or on the date that stands there" in text
 
 
 def test_headings_say_what_was_kept_if_it_was_not_the_usual():
@@ -392,8 +410,8 @@ def test_a_record_is_saved_read_and_rendered_alike(tmp_path):
     assert path.name == "2026-12-01-nvidia-h200.json"
     assert json.loads(path.read_text()) == record
     assert "data" not in path.read_text()
-    page, *_ = render_results.blocks(path).values()
-    assert page.startswith(render_results.tables(record)) and f"results/{path.name}" in page
+    page, *_ = render_results.blocks([path], []).values()
+    assert page.startswith(f"## One GPU\n\n{render_results.tables(record)}") and f"results/{path.name}" in page
 
 
 @pytest.mark.parametrize(
@@ -421,7 +439,80 @@ def test_only_what_is_between_the_markers_changes(tmp_path):
         render_results.between_markers(page, "new")
 
 
-def test_the_pages_show_the_newest_record():
-    newest = max(render_results.RECORDS.glob("*.json"), default=None)
-    for page, block in render_results.blocks(newest).items():
+def test_the_pages_show_the_records():
+    for page, block in render_results.blocks(*render_results.records()).items():
         assert page.read_text() == render_results.between_markers(page, block), f"run {render_results.__file__}"
+
+
+def over_two_gpus(*names: str, device: str = "NVIDIA H200", date: str = "2026-12-01T10:00:00+00:00") -> dict:
+    """A report of ranks_check with these parts, all passed."""
+    ms = lambda *three: dict(zip(("forward", "backward", "2 x forward + backward"), three))
+    row = lambda name, off, *three: dict(name=name, failure=None, off=off, ms=ms(*three), spread=ms(0.02, 0.04, 0.06))
+    shown = dict(bytes=500_000_000, gb_per_s=125.0, links_ms=2.0, shown_ms=0.5, hidden=0.75)
+    unknown = dict(bytes=700_000_000, gb_per_s=None, links_ms=None, shown_ms=None, hidden=None)
+    facts = {
+        "machine": dict(devices=[device] * 2, nccl="2.28.9", bytes_per_s=230e9),
+        "stress": {},
+        "times qwen3-30b-a3b": dict(
+            tokens=16384,
+            rows=[
+                row("plain torch, eager", dict(y=0.006, dx=0.002), 10.0, 12.0, 32.0),
+                dict(name="plain torch, torch.compile", failure="rank 0: it broke", off={}, ms={}, spread={}),
+                row("mega, heaps", {}, 4.0, 8.0, 16.0),
+            ],
+            exchange=dict(forward=shown, backward=unknown),
+        ),
+        "trace qwen3-30b-a3b": dict(forward=dict(hidden=0.9), backward=dict(hidden=0.95)),
+    }
+    parts = [dict(name=n, passed=True, seconds=1.0, failure=None, line=f"{n} went well", facts=facts[n]) for n in names]
+    return dict(machine=dict(device=device, torch="2.11.0", date=date), ranks=2, passed=True, parts=parts)
+
+
+def test_a_report_over_ranks_becomes_a_record_and_tables(tmp_path):
+    """16 ms is twice as fast as 32; the worst of what eager torch is off is 0.006."""
+    one, two = (
+        over_two_gpus("machine", "stress"),
+        over_two_gpus("machine", "times qwen3-30b-a3b", "trace qwen3-30b-a3b"),
+    )
+    one["parts"].append(dict(two["parts"][1], passed=False))  # began there, and passed in the other
+    path = render_results.save_ranks(one, two, folder=tmp_path)
+
+    assert path.name == "2026-12-01-2-x-nvidia-h200.json"
+    text = "\n\n".join(render_results.several([path]))
+    assert text.startswith(
+        "## 2 GPUs of one host\n\n**2 x NVIDIA H200**, 2026-12-01; torch 2.11.0; NCCL 2.28.9, 230 GB/s"
+    )
+    assert "- stress: stress went well" in text and f"results/ranks/{path.name}" in text
+    _, _, *times = cells(text.split("### qwen3-30b-a3b over 2 GPUs")[1])
+    assert times[:2] == [
+        ["plain torch, eager", "10.00 ± 0.02", "12.00 ± 0.04", "32.00 ± 0.06", "1.00", "6.0e-03"],
+        ["**mega, heaps**", "4.00 ± 0.02", "8.00 ± 0.04", "16.00 ± 0.06", "2.00", "equal"],
+    ]
+    _, _, *exchange = cells(text.split("The exchange of mega")[1])
+    assert exchange == [["forward", "500", "125", "2.00", "0.50", "75%", "90%"]]
+
+
+def test_the_newest_record_of_each_number_of_gpus_is_shown(tmp_path):
+    for date in ("2026-12-01", "2026-12-02"):
+        render_results.save_ranks(over_two_gpus("machine", date=f"{date}T10:00:00"), folder=tmp_path)
+    text = "\n".join(render_results.several(sorted(tmp_path.glob("*.json"), reverse=True)))
+    assert "2026-12-02" in text and "2026-12-01" not in text
+
+
+@pytest.mark.parametrize(
+    "reports, reason",
+    [
+        ([over_two_gpus("machine") | {"parts": []}], "not passed: all"),
+        ([over_two_gpus("machine", device="AMD EPYC (CPU)")], "only a GPU's times"),
+        ([over_two_gpus("machine"), over_two_gpus("machine", device="NVIDIA H100")], "different nodes"),
+        ([over_two_gpus("machine"), over_two_gpus("machine") | {"ranks": 4}], "different nodes"),
+    ],
+)
+def test_what_is_no_result_over_ranks_is_refused(tmp_path, reports, reason):
+    with pytest.raises(ValueError, match=reason):
+        render_results.save_ranks(*reports, folder=tmp_path)
+    failed = over_two_gpus("machine", "stress")
+    failed["parts"][1]["passed"] = False
+    with pytest.raises(ValueError, match="parts have not passed: stress"):
+        render_results.save_ranks(failed, folder=tmp_path)
+    assert not list(tmp_path.glob("*.json"))
