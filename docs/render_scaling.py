@@ -6,6 +6,7 @@ plays both Qwen3 layers over 1 to 64 ranks, writes the tables into the page, bet
 docs/scaling.svg. It takes two minutes of a CPU; run it again when tiles, schedule or `mega_moe.predict` change.
 """
 
+import json
 import os
 import sys
 from functools import cache
@@ -24,6 +25,7 @@ from mega_moe.shapes import PRESETS
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, FIGURE = ROOT / "docs" / "scaling.md", ROOT / "docs" / "scaling.svg"
 RECORDS = [*sorted(ROOT.glob("docs/results/*.json")), *sorted(ROOT.glob("docs/results/one-gpu/*.json"))]
+OVER_LINKS = sorted(ROOT.glob("docs/results/ranks/*.json"))
 START, END = "<!-- predicted:start -->", "<!-- predicted:end -->"
 SHAPES = ("qwen3-30b-a3b", "qwen3-235b-a22b")
 DIRECTIONS = ("forward", "backward")
@@ -88,6 +90,21 @@ def checked() -> str:
     return table(["", "measured, ms", "predicted, ms", ""], rows)
 
 
+def checked_over_links() -> str:
+    """What was measured over several GPUs beside what is predicted for them."""
+    rows = []
+    for record in (json.loads(path.read_text()) for path in OVER_LINKS):
+        for part in record["parts"]:
+            shape = part["name"].removeprefix("times ")
+            took = {row["name"]: row["ms"] for row in part["facts"].get("rows", []) if not row["failure"]}
+            for way, name in (("launches apart", "ranks, heaps"), ("mega", "mega, heaps")):
+                for direction in DIRECTIONS if name in took else ():
+                    ms, p = took[name][direction], predicted(shape, record["ranks"], direction, way)
+                    cells = [f"{ms:.2f}", f"{p.ms:.2f}", f"{p.ms / ms - 1:+.1%}"]
+                    rows.append([f"{record['ranks']} GPUs, {shape}, {way}: {direction}", *cells])
+    return table(["", "measured, ms", "predicted, ms", ""], rows)
+
+
 def draw() -> None:
     """Time by number of ranks, for each shape and direction."""
     matplotlib.rcParams["svg.hashsalt"] = "scaling"  # the same file from the same numbers
@@ -117,6 +134,7 @@ def draw() -> None:
 def render() -> str:
     """The page with its tables written anew."""
     parts = [f"### What was measured, and what the model says\n\n{checked()}"]
+    parts += [f"### The same over links\n\n{checked_over_links()}"]
     parts += [f"### A node of eight: {shape}\n\n{of_one_node(shape)}" for shape in SHAPES]
     parts += [f"### 1 to 64 ranks: {shape}\n\nForward + backward, ms.\n\n{over_ranks(shape)}" for shape in SHAPES]
     before, rest = PAGE.read_text().split(START)

@@ -474,4 +474,5 @@ def test_what_has_no_use_for_codes_says_so(name, reason, monkeypatch):
         said = RUNG.recipe().why_not(problem.at(precision=precision))
         assert said is None if reason is None else reason in said
     assert RUNG.recipe().why_not(problem) is None
-    assert "not measured on" in RUNG.recipe().note(problem.at(precision="fp8"))
+    said = RUNG.recipe().note(problem.at(precision="fp8"))
+    assert ("not faster than bf16 yet" if name == "sm_90" else "not measured on") in said
