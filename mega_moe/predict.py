@@ -157,6 +157,26 @@ class Ticket(NamedTuple):
     moves: tuple[tuple[int, float], ...] = ()
 
 
+class Span(NamedTuple):
+    """What one program does with one ticket. In seconds.
+
+    Attributes:
+        program: its number.
+        ticket: which, counted from 0.
+        drawn: when it drew the ticket; from here on it waits.
+        start: when the ticket's counter showed enough arrivals; from here on it works.
+        moving: when its work was done; from here on it moves rows.
+        end: when its last row had arrived.
+    """
+
+    program: int
+    ticket: int
+    drawn: float
+    start: float
+    moving: float
+    end: float
+
+
 @dataclass(frozen=True)
 class Played:
     """How it went. In seconds.
@@ -167,6 +187,7 @@ class Played:
         moving: of all programs together.
         waiting: of all programs together, with a ticket in hand.
         bytes: by lane.
+        spans: of each ticket, in the order in which they end; () where several launches are summed up.
     """
 
     seconds: float
@@ -174,6 +195,7 @@ class Played:
     moving: float
     waiting: float
     bytes: tuple[float, float, float]
+    spans: tuple[Span, ...] = ()
 
 
 def play(tickets: Sequence[Ticket], machine: Machine) -> Played:
@@ -193,6 +215,8 @@ def play(tickets: Sequence[Ticket], machine: Machine) -> Played:
     got, each = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
     order, drawn, now = count(), iter(range(len(tickets))), 0.0
     worked, moved, waited, carried = [0.0] * len(KINDS), 0.0, 0.0, [0.0, 0.0, 0.0]
+    noted: dict[int, list] = {}  # ticket -> [program, ticket, drawn, start, moving]
+    spans: list[Span] = []
 
     def share() -> None:
         on_links = len(moving[PULL]) + len(moving[PUSH])
@@ -202,13 +226,14 @@ def play(tickets: Sequence[Ticket], machine: Machine) -> Played:
     def begin(ticket: int) -> None:
         seconds = tickets[ticket].seconds
         worked[tickets[ticket].kind] += seconds
+        noted[ticket] += [now, now + seconds]
         heapq.heappush(working, (now + seconds, next(order), ticket))
 
-    def draw() -> None:
-        nonlocal waited
+    def draw(program: int) -> None:
         ticket = next(drawn, None)
         if ticket is None:
             return
+        noted[ticket] = [program, ticket, now]
         t = tickets[ticket]
         if t.counter < 0 or counters.get(t.counter, 0) >= t.arrivals:
             begin(ticket)
@@ -235,10 +260,11 @@ def play(tickets: Sequence[Ticket], machine: Machine) -> Played:
                         begin(other)
                     else:
                         waiting.setdefault(counter, []).append((other, since))
-        draw()
+        spans.append(Span(*noted.pop(ticket), now))
+        draw(spans[-1].program)
 
-    for _ in range(machine.programs):
-        draw()
+    for program in range(machine.programs):
+        draw(program)
     while True:
         first, lane = (working[0][0] if working else inf), None
         for candidate in range(3):
@@ -264,7 +290,7 @@ def play(tickets: Sequence[Ticket], machine: Machine) -> Played:
 
     if waiting:
         raise RuntimeError(f"{sum(map(len, waiting.values()))} programs wait for what nobody will ever do")
-    return Played(now, {k: s for k, s in zip(KINDS, worked) if s}, moved, waited, tuple(carried))
+    return Played(now, {k: s for k, s in zip(KINDS, worked) if s}, moved, waited, tuple(carried), tuple(spans))
 
 
 # From a layer to tickets.

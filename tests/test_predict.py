@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="block sizes stand beside the kernels")
 from mega_moe import cli, predict, simulate
 from mega_moe.kernels.blocks import blocks_of_target
 from mega_moe.kernels.schedule import backward_work, forward_work
-from mega_moe.predict import H200, NETWORK, PULL, PUSH, Machine, Ticket, Ways, along, on_one_gpu, over_links, play
+from mega_moe.predict import H200, NETWORK, PULL, PUSH, Machine, Span, Ticket, Ways, along, on_one_gpu, over_links, play
 from mega_moe.schedule import KIND, KINDS, Work, schedule
 from mega_moe.shapes import Need, Problem
 
@@ -109,6 +109,7 @@ def test_who_moves_rows_at_once_shares_the_links():
     played = play(tickets, TOY)
     assert played.seconds == pytest.approx(2.5) and played.bytes == (25.0, 0.0, 0.0)
     assert played.moving == pytest.approx(2.0 + 1.5) and played.working == {"dispatch": 1.0}
+    assert played.spans == (Span(0, 0, 0.0, 0.0, 0.0, 2.0), Span(1, 1, 0.0, 0.0, 1.0, 2.5))
 
 
 def test_pulls_and_pushes_share_the_links_and_the_network_has_its_own():
@@ -123,6 +124,8 @@ def test_a_ticket_waits_for_its_counter_and_its_program_does_nothing_else():
     held = Ticket(GATE_UP, 1.0, counter=0, arrivals=1)
     played = play([first, held, Ticket(GATE_UP, 1.0)], TOY)
     assert played.seconds == 4.0 and played.waiting == 3.0 and played.working == {"gate_up": 5.0}
+    assert [span for span in played.spans if span.program == 1] == [Span(1, 1, 0.0, 3.0, 4.0, 4.0)]
+    assert [span for span in played.spans if span.program == 0] == [Span(0, 0, 0, 0, 3, 3), Span(0, 2, 3, 3, 4, 4)]
 
 
 def test_who_waits_for_ever_is_an_error():
