@@ -100,6 +100,73 @@ def fused(problem: Problem, direction: str, rows: int | None = None) -> Cost:
     return Cost(flops, s.x + inputs + s.pre + gradients)
 
 
+BILLED = ("grouped", "swiglu", "gather", "fused")
+"""The rungs with a bill of their own, and the least; the rungs above gather move the bytes of gather on one GPU."""
+
+PASSES = {
+    "forward": {
+        "topk_ids": (1, 1, 1, 1),
+        "topk_weights": (1, 1, 1, 1),
+        "x": (1, 1, 1, 1),
+        "rows": (2, 2, 0, 0),  # dispatch writes them, gate_up reads them: gather reads x instead
+        "w_gate_up": (1, 1, 1, 1),
+        "pre": (2, 1, 1, 1),  # written for backward; swiglu does not read it again
+        "act": (2, 2, 2, 0),
+        "w_down": (1, 1, 1, 1),
+        "out": (2, 2, 2, 0),
+        "y": (1, 1, 1, 1),
+    },
+    "backward": {
+        "topk_ids": (1, 1, 1, 1),
+        "topk_weights": (1, 1, 1, 2),
+        "dy": (1, 1, 2, 1),  # gather reads it twice, and has no dy_rows
+        "dy_rows": (3, 3, 0, 0),
+        "w_down": (1, 1, 1, 1),
+        "dact": (2, 0, 0, 0),  # from swiglu on it stays in registers
+        "pre": (1, 1, 1, 1),
+        "dpre": (3, 3, 3, 0),
+        "weighted act": (2, 2, 2, 0),
+        "dw_down": (1, 1, 1, 1),
+        "w_gate_up": (1, 1, 1, 1),
+        "drows": (2, 2, 2, 0),
+        "dx": (1, 1, 1, 1),
+        "x": (1, 1, 1, 1),
+        "rows": (2, 2, 0, 0),
+        "dw_gate_up": (1, 1, 1, 1),
+    },
+}
+"""How often each tensor passes through memory, of each of BILLED. The router weights' gradient is billed as
+topk_weights."""
+
+SIZED_AS = {
+    "y": "x",
+    "dy": "x",
+    "dx": "x",
+    "out": "rows",
+    "dy_rows": "rows",
+    "drows": "rows",
+    "dact": "act",
+    "weighted act": "act",
+    "dpre": "pre",
+}
+"""Tensors that are as large as another, which _Sizes has."""
+
+
+def bills(problem: Problem, direction: str, rows: int | None = None) -> dict[str, dict[str, int]]:
+    """Bytes by tensor, of each of BILLED: so what a rung removes is its difference from the one before.
+
+    They add up to what the ledgers say: grouped's to `steps`, fused's to `fused`, and gather's of both directions to
+    `tiles`, with the ids, and the router weights' gradient, which `tiles` leaves out.
+    """
+    _check_direction(direction)
+    sizes = _Sizes.of(problem, rows)
+    size = lambda tensor: getattr(sizes, SIZED_AS.get(tensor, tensor))
+    return {
+        rung: {tensor: times[n] * size(tensor) for tensor, times in PASSES[direction].items()}
+        for n, rung in enumerate(BILLED)
+    }
+
+
 @dataclass(frozen=True)
 class _Sizes:
     """Bytes of each tensor, and one product's multiply-adds."""

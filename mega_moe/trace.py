@@ -89,14 +89,14 @@ class Trace:
         between  it held none, and one was still to come: entering, tickets, the table
         tail     its last tile was done, or it never had one, while others worked
         """
-        free_from = [0.0] * len(self.lanes)
+        free_from, total = [0.0] * len(self.lanes), self.total
         spent = dict(busy=0.0, waiting=0.0, between=0.0, tail=0.0)
         for span in sorted(self.spans, key=lambda span: span.taken):
             spent["busy"] += span.end - span.start
             spent["waiting"] += span.start - span.taken
             spent["between"] += span.taken - free_from[span.lane]
             free_from[span.lane] = span.end
-        spent["tail"] = sum(self.total - last for last in free_from)
+        spent["tail"] = sum(total - last for last in free_from)
         return {name: self.share(time) for name, time in spent.items()}
 
     def share(self, time: float) -> float:
@@ -226,7 +226,9 @@ class Trace:
                 named.append({"name": "thread_sort_index", **where, "args": {"sort_index": lane}})
         return {
             "displayTimeUnit": "ns",
-            "otherData": {"direction": self.direction, "unit": self.unit, **self.machine, **self.problem},
+            "otherData": {"direction": self.direction, "unit": self.unit, "lanes": len(self.lanes)}
+            | self.machine
+            | self.problem,
             "traceEvents": named + events,
         }
 

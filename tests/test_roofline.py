@@ -80,6 +80,37 @@ def test_a_gathering_rungs_kernels_do_the_useful_flops_in_fewer_bytes(problem, m
     assert sum(cost.bytes for cost in least) < tiles.bytes < sum(cost.bytes for cost in steps)
 
 
+@pytest.mark.parametrize("problem", [A, TOY, TOY.at(T=1, K=1)], ids=["A", "toy", "one row"])
+@pytest.mark.parametrize("masked", [0, 1])
+def test_the_bills_of_the_rungs_add_up_to_the_ledgers(problem, masked):
+    rows = problem.R - masked
+    bills = {direction: roofline.bills(problem, direction, rows) for direction in roofline.DIRECTIONS}
+    for direction, of in bills.items():
+        assert list(of) == list(roofline.BILLED)
+        assert sum(of["grouped"].values()) == sum(c.bytes for c in roofline.steps(problem, direction, rows).values())
+        assert sum(of["fused"].values()) == roofline.fused(problem, direction, rows).bytes
+    gather = sum(sum(of["gather"].values()) for of in bills.values())
+    ids, weights = problem.T * problem.K * 8, problem.T * problem.K * 4
+    tiles = sum(cost.bytes for cost in roofline.tiles(problem, rows).values())
+    assert gather == tiles + 2 * ids + weights
+
+
+def test_what_a_rung_removes_of_a_toy_by_hand():
+    """pre is 1200 elements, act 600, rows and dy_rows 60, dy 30."""
+    removed = {}
+    for direction in roofline.DIRECTIONS:
+        bills = roofline.bills(TOY, direction)
+        for rung, below in (("swiglu", "grouped"), ("gather", "swiglu")):
+            less = {tensor: bills[below][tensor] - bills[rung][tensor] for tensor in bills[rung]}
+            removed[direction, rung] = {tensor: bytes for tensor, bytes in less.items() if bytes}
+    assert removed == {
+        ("forward", "swiglu"): {"pre": 4 * 1200},
+        ("forward", "gather"): {"rows": 4 * 2 * 60},
+        ("backward", "swiglu"): {"dact": 4 * 2 * 600},
+        ("backward", "gather"): {"dy": -4 * 30, "dy_rows": 4 * 3 * 60, "rows": 4 * 2 * 60},
+    }
+
+
 def test_weights_of_experts_that_nobody_visits_are_not_read():
     assert roofline.steps(TOY, "forward", rows=1)["down"].bytes == 4 * (100 + 1000 + 10)
 

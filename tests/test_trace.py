@@ -243,6 +243,7 @@ def test_perfetto_finds_what_its_format_demands(made):
     traced = made()
     written = json.loads(json.dumps(traced.as_perfetto(), allow_nan=False))
     assert list(written) == ["displayTimeUnit", "otherData", "traceEvents"] and written["displayTimeUnit"] == "ns"
+    assert written["otherData"]["unit"] == traced.unit and written["otherData"]["lanes"] == len(traced.lanes)
     threads, named, bars = set(), {}, []
     for event in written["traceEvents"]:
         assert isinstance(event["pid"], int) and isinstance(event["name"], str) and isinstance(event["args"], dict)
