@@ -1,10 +1,15 @@
-"""What MkDocs calls while it builds the site: lessons become pages, and formulas become MathML.
+"""What MkDocs calls while it builds the site: lessons become pages, formulas become MathML, and the pages that draw get
+their data.
 
-Both happen at build time, so that a page is complete as it lies on disk: no script from elsewhere, no network.
+All of it happens at build time, so that a page is complete as it lies on disk: no script from elsewhere, no network.
 """
 
 import re
+import subprocess
+import sys
 from html import unescape
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from math_core import LatexError, LatexToMathML
 from mkdocs.exceptions import PluginError
@@ -22,6 +27,11 @@ def on_files(files, config):
         files.append(File.generated(config, f"lessons/{lesson.stem}.md", content=page))
         for name, figure in figures.items():
             files.append(File.generated(config, f"lessons/{name}", content=figure))
+    with TemporaryDirectory() as folder:
+        for maker in ("timeline_data.py", "roofline_data.py"):
+            subprocess.run([sys.executable, Path(__file__).with_name(maker), folder], check=True)
+        for path in Path(folder).iterdir():
+            files.append(File.generated(config, f"js/{path.name}", content=path.read_text()))
     return files
 
 
