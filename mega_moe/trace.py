@@ -12,6 +12,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -75,7 +76,7 @@ class Trace:
     lanes: list[str]
     spans: list[Span]
 
-    @property
+    @cached_property
     def total(self) -> float:
         """From the first program's entry to the end of the last tile."""
         return max((span.end for span in self.spans), default=0.0)

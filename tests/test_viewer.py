@@ -281,6 +281,18 @@ def test_a_tile_under_the_pointer_says_what_it_is_and_a_click_keeps_it(timeline)
     assert re.search(r"program \d+\. Step gate_up\. Taken at [\d,.]+ µs\. Did not wait\. At work from", words)
 
 
+def test_a_finger_chooses_a_tile(browser, site):
+    context = browser.new_context(viewport={"width": 360, "height": 1400}, has_touch=True)
+    page = context.new_page()
+    page.goto((site / "timeline.html").as_uri())
+    box = part(page, "canvas").bounding_box()
+    page.touchscreen.tap(box["x"] + 160, box["y"] + 130)
+    assert part(page, "said").inner_text().startswith("gate_up of expert") and part(page, "tip").is_hidden()
+    part(page, "in").tap()
+    page.wait_for_function("document.querySelector('[data-viewer=seen]').innerText.startsWith('Seen')")
+    context.close()
+
+
 def test_keys_go_from_tile_to_tile(open_page):
     """In the small example, whose tiles are known: rank 0's programs, then rank 1's, then mega's."""
     page = open_page("timeline")

@@ -1,8 +1,8 @@
 // The roofline explorer of docs/roofline.md: what a layer costs, and what the hardware allows, for any layer.
 //
-// The first half is mega_moe/roofline.py once more, by the same names, as functions of plain numbers; tests/test_viewer.py
-// runs them beside it. What is no formula there (devices, layers, passes through memory) comes as ROOFLINE from
-// docs/roofline_data.py. The second half draws.
+// The first half is mega_moe/roofline.py once more, by the same names, as functions of plain numbers, and
+// tests/test_viewer.py runs them beside it. What is no formula there (devices, layers, passes through memory) comes as
+// ROOFLINE from docs/roofline_data.py. The second half draws.
 //
 // A layer is {T, H, I, E, K, dtype}, a direction "forward" or "backward", a cost {flops, bytes}.
 
@@ -11,7 +11,7 @@
 // The ledgers.
 
 const cost = (flops, bytes) => ({ flops, bytes });
-const summed = (costs) => Object.values(costs).reduce((sum, of) => cost(sum.flops + of.flops, sum.bytes + of.bytes), cost(0, 0));
+const total = (numbers) => numbers.reduce((sum, number) => sum + number, 0);
 
 /** Bytes of each tensor, and one product's multiply-adds. */
 function sizesOf({ T, H, I, E, K, dtype }) {
@@ -92,7 +92,9 @@ function billsOf(layer, direction) {
 const tflopsOf = (ceiling, dtype) => (dtype === "fp32" ? ceiling.tflops_32 : ceiling.tflops_16);
 
 /** Milliseconds that flops take at the full matrix rate, and bytes at the full bandwidth. */
-const timesOf = ({ flops, bytes }, { tflops, gb_per_s }) => ({ flops: flops / (tflops * 1e9), bytes: bytes / (gb_per_s * 1e6) });
+function timesOf({ flops, bytes }, { tflops, gb_per_s }) {
+  return { flops: flops / (tflops * 1e9), bytes: bytes / (gb_per_s * 1e6) };
+}
 
 /** Milliseconds below which the hardware cannot go. */
 function allowedMs(layer, direction, device) {
@@ -119,7 +121,6 @@ function boundByFlopsFrom(layer, direction, device) {
 // The page.
 
 const SIZES = { T: 2 ** 22, H: 2 ** 17, I: 2 ** 17, E: 4096, K: 4096 }; // the most of each
-const GATHERING = "gather and up";
 
 /** Three digits, or all of a whole number. */
 function digits(number) {
@@ -197,10 +198,13 @@ function startExplorer(root) {
     const costs = ledger === "grouped" ? stepsOf(layer, direction) : tilesOf(layer, direction);
     const from = boundByFlopsFrom(layer, direction, device), ridge = (1e3 * device.tflops) / device.gb_per_s;
     const longer = times.flops >= times.bytes ? "flops" : "bytes";
-    find("said").textContent = `The least that ${direction} pays: ${asFlops(least.flops)} and ${asBytes(least.bytes)}, `
-      + `${digits(least.flops / least.bytes)} flops a byte. The device's ridge is at ${digits(ridge)}, so ${longer} take longer: `
-      + `${asMs(times.flops)} for flops, ${asMs(times.bytes)} for bytes. The ceiling is ${asMs(allowedMs(layer, direction, device))}. `
-      + (from === null ? "However many tokens there are, bytes take longer." : `Flops take longer from T = ${digits(from)} on.`);
+    find("said").textContent = [
+      `The least that ${direction} pays: ${asFlops(least.flops)} and ${asBytes(least.bytes)},`,
+      `${digits(least.flops / least.bytes)} flops a byte. The device's ridge is at ${digits(ridge)},`,
+      `so ${longer} take longer: ${asMs(times.flops)} for flops, ${asMs(times.bytes)} for bytes.`,
+      `The ceiling is ${asMs(allowedMs(layer, direction, device))}.`,
+      from === null ? "Bytes take longer for any T." : `Flops take longer from T = ${digits(from)} on.`,
+    ].join(" ");
     drawRoof(layer, device, costs, least);
     drawSteps(costs, device);
     drawBills(billsOf(layer, direction), device);
@@ -212,8 +216,11 @@ function startExplorer(root) {
   function drawRoof(layer, device, costs, least) {
     const svg = find("roof"), wide = Math.max(svg.clientWidth, 300), tall = 270;
     const box = { left: 46, right: wide - 12, top: 14, bottom: tall - 40 };
-    const points = Object.entries(costs).filter(([, of]) => of.flops).map(([name, of]) => ({ name, colour: colourOf(name), at: of.flops / of.bytes }));
-    points.push({ name: "the least", colour: "", at: least.flops / least.bytes });
+    const points = [];
+    for (const [name, of] of Object.entries(costs)) {
+      if (of.flops) points.push({ name, colour: colourOf(name), at: of.flops / of.bytes });
+    }
+    points.push({ name: "the least", colour: "currentColor", at: least.flops / least.bytes });
     const ridge = (1e3 * device.tflops) / device.gb_per_s, all = [ridge, ...points.map(({ at }) => at)];
     const low = Math.floor(Math.log10(Math.min(...all) / 8)), high = Math.ceil(Math.log10(Math.max(...all) * 2));
     const rate = (intensity) => Math.min(device.tflops, (intensity * device.gb_per_s) / 1e3);
@@ -235,7 +242,8 @@ function startExplorer(root) {
     parts.push(drawn("text", { x: box.left, y: 10 }, "TFLOP/s"));
     const roof = [10 ** low, ridge, 10 ** high].map((at) => `${x(at).toFixed(1)},${y(rate(at)).toFixed(1)}`).join(" ");
     parts.push(drawn("polyline", { class: "roof", points: roof }));
-    parts.push(drawn("text", { class: "strong", x: x(10 ** high) - 2, y: y(device.tflops) - 6, "text-anchor": "end" }, `${digits(device.tflops)} TFLOP/s`));
+    const corner = { class: "strong", x: x(10 ** high) - 2, y: y(device.tflops) - 6, "text-anchor": "end" };
+    parts.push(drawn("text", corner, `${digits(device.tflops)} TFLOP/s`));
 
     // Names below the points, each in a row of its own where they would touch.
     const rows = [];
@@ -247,22 +255,22 @@ function startExplorer(root) {
       rows[row] = middle + half;
       const height = y(rate(point.at)), under = Math.min(height + 22 + 15 * row, box.bottom - 4);
       parts.push(drawn("line", { class: "stem", x1: x(point.at), x2: middle, y1: height, y2: under - 10 }));
-      parts.push(drawn("circle", { class: point.colour ? "" : "least", cx: x(point.at), cy: height, r: 6, fill: point.colour || "currentColor" }));
+      parts.push(drawn("circle", { cx: x(point.at), cy: height, r: 6, fill: point.colour }));
       parts.push(drawn("text", { class: "on", x: middle, y: under, "text-anchor": "middle" }, words));
     }
     svg.setAttribute("viewBox", `0 0 ${wide} ${tall}`);
     svg.style.height = `${tall}px`;
-    svg.setAttribute("aria-label", `Roofline: ${points.map(({ name, at }) => `${name} at ${digits(at)} flops a byte`).join(", ")}; the ridge at ${digits(ridge)}`);
+    const where = points.map(({ name, at }) => `${name} at ${digits(at)} flops a byte`).join(", ");
+    svg.setAttribute("aria-label", `Roofline: ${where}; the ridge at ${digits(ridge)}`);
     svg.replaceChildren(...parts);
   }
 
   /** Of each step, or kernel, two bars: flops and bytes, and the longer of them in full colour. */
   function drawSteps(costs, device) {
     const times = Object.entries(costs).map(([name, of]) => ({ name, of, ...timesOf(of, device) }));
-    const most = Math.max(...times.map((of) => Math.max(of.flops, of.bytes))), total = summed(costs);
-    const sum = times.reduce((ms, of) => ms + Math.max(of.flops, of.bytes), 0);
+    const longer = times.map((of) => Math.max(of.flops, of.bytes)), most = Math.max(...longer);
     const bar = (ms, colour, long) => {
-      const cell = document.createElement("td"), made = document.createElement("i"), words = document.createElement("span");
+      const [cell, made, words] = ["td", "i", "span"].map((name) => document.createElement(name));
       cell.className = "bar";
       made.style.width = `${(100 * ms) / most}%`;
       made.style.backgroundColor = colour;
@@ -277,18 +285,20 @@ function startExplorer(root) {
       made.append(...[flops >= bytes ? "flops" : "bytes", ...counted].map((text) => cellOf(text)));
       return made;
     });
-    const together = [asFlops(total.flops), asBytes(total.bytes), digits(total.flops / total.bytes)];
-    const last = row(["together", "the longer of each:", asMs(sum), "", ...together]);
+    const flops = total(times.map(({ of }) => of.flops)), bytes = total(times.map(({ of }) => of.bytes));
+    const together = [asFlops(flops), asBytes(bytes), digits(flops / bytes)];
+    const last = row(["together", "the longer of each:", asMs(total(longer)), "", ...together]);
     last.className = "sum";
-    const name = ledger === "grouped" ? "step" : "result";
-    fill(find("steps"), headRow([name, "for flops", "for bytes", "bound by", "flops", "bytes", "flops a byte"]), [...rows, last]);
+    const first = ledger === "grouped" ? "step" : "result";
+    const head = headRow([first, "for flops", "for bytes", "bound by", "flops", "bytes", "flops a byte"]);
+    fill(find("steps"), head, [...rows, last]);
   }
 
   /** Of each rung its bytes by tensor, and what is gone since the rung below. */
   function drawBills(bills, device) {
-    const rungs = Object.keys(bills), sums = rungs.map((rung) => Object.values(bills[rung]).reduce((sum, bytes) => sum + bytes, 0));
+    const rungs = Object.keys(bills), sums = rungs.map((rung) => total(Object.values(bills[rung])));
     const tensors = Object.keys(bills.grouped);
-    const title = (rung) => (rung === "gather" ? GATHERING : rung === "fused" ? "the least" : rung);
+    const title = (rung) => ({ gather: "gather and up", fused: "the least" })[rung] || rung;
     const lines = tensors.map((tensor) => {
       const made = row([tensor, ...rungs.map((rung) => (bills[rung][tensor] ? asBytes(bills[rung][tensor]) : "–"))]);
       rungs.forEach((rung, n) => {
@@ -301,12 +311,13 @@ function startExplorer(root) {
       });
       return made;
     });
-    const all = row(["all", ...sums.map(asBytes)]), took = row(["at full bandwidth", ...sums.map((bytes) => asMs(bytes / (device.gb_per_s * 1e6)))]);
+    const all = row(["all", ...sums.map(asBytes)]);
+    const took = row(["at full bandwidth", ...sums.map((bytes) => asMs(timesOf(cost(0, bytes), device).bytes))]);
     all.className = took.className = "sum";
     fill(find("bills"), headRow(["", ...rungs.map(title)]), [...lines, all, took]);
 
     find("bars").replaceChildren(...rungs.map((rung, n) => {
-      const line = document.createElement("div"), name = document.createElement("span"), bar = document.createElement("div");
+      const [line, name, bar] = ["div", "span", "div"].map((name) => document.createElement(name));
       name.textContent = `${title(rung)}: ${asBytes(sums[n])}`;
       bar.style.width = `${(100 * sums[n]) / sums[0]}%`;
       for (const tensor of tensors.filter((tensor) => bills[rung][tensor])) {

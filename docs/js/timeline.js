@@ -13,8 +13,8 @@
 //   launches     [name, start, end] of each launch
 //   summary      total, lanes, shares, overlap, hidden, kinds: as mega_moe.trace.Trace.as_json says, of all lanes
 //
-// and a tile is one too: lane, kind, step, rank, expert, block, row, rows, column, arrivals, ticket, and the times taken
-// (from here on it waits), start (works), moving (moves rows over links) and end.
+// and a tile is one too: lane, kind, step, rank, expert, block, row, rows, column, arrivals, ticket, and the times
+// taken (from here on it waits), start (works), moving (moves rows over links) and end.
 
 "use strict";
 
@@ -29,24 +29,26 @@ const PIECES = 400; // of time, in the overview
 
 // From a file, or from the page's data, to a timeline.
 
-/** The timeline in the text of a file that `mega-moe trace --perfetto` wrote. Throws an Error that says what is wrong. */
+/** The timeline in the text of a file that `mega-moe trace --perfetto` wrote. Throws an Error that says what is wrong.
+ */
 function readTrace(text, file) {
+  const right = "Open what “mega-moe trace --perfetto FILE.json” writes.";
   let data;
   try {
     data = JSON.parse(text);
   } catch {
-    throw new Error(`${file} is not JSON. Open what “mega-moe trace --perfetto FILE.json” writes.`);
+    throw new Error(`${file} is not JSON. ${right}`);
   }
   if (data && data.kinds && data.shares) {
-    throw new Error(`${file} is the summary that “mega-moe trace --json” prints, without tiles. Open what --perfetto writes.`);
+    throw new Error(`${file} is the summary that “mega-moe trace --json” prints, without tiles. ${right}`);
   }
   if (!data || !Array.isArray(data.traceEvents)) {
-    throw new Error(`${file} is no trace: it has no traceEvents. Open what “mega-moe trace --perfetto FILE.json” writes.`);
+    throw new Error(`${file} is no trace: it has no traceEvents. ${right}`);
   }
   const events = data.traceEvents.filter((event) => event && event.ph === "X");
   const works = events.filter((event) => event.args && Number.isInteger(event.args.ticket) && event.name !== "waiting");
   if (!works.length) {
-    throw new Error(`${file} is a trace of something else: none of its events is a tile with a ticket.`);
+    throw new Error(`${file} is a trace of something else: none of its events is a tile with a ticket. ${right}`);
   }
   const taken = new Map(); // ticket -> when its wait began
   for (const event of events) {
@@ -61,12 +63,11 @@ function readTrace(text, file) {
   }
 
   const tiles = works.map((event) => {
-    const { kind, step, ticket } = event.args;
-    const tile = { ...event.args, lane: laneOf.get(event.tid), rank: event.pid, start: event.ts, end: event.ts + event.dur };
-    tile.taken = taken.has(ticket) ? taken.get(ticket) : event.ts;
-    tile.moving = tile.end;
+    const { kind, step, ticket } = event.args, start = event.ts, end = event.ts + event.dur;
+    const times = { taken: taken.has(ticket) ? taken.get(ticket) : start, start, moving: end, end };
+    const tile = { ...event.args, lane: laneOf.get(event.tid), rank: event.pid, ...times };
     if (!(step in TIMELINES.colours) || TIMELINES.step_of_kind[kind] !== step) {
-      throw new Error(`${file}: tile ${ticket} is of kind “${kind}” and step “${step}”, which this page does not know.`);
+      throw new Error(`${file}: tile ${ticket} is of kind “${kind}”, step “${step}”, which this page does not know.`);
     }
     if (!(Number.isFinite(tile.end) && tile.taken <= tile.start && tile.start <= tile.end)) {
       throw new Error(`${file}: the times of tile ${ticket} are missing, or run backwards.`);
@@ -106,7 +107,7 @@ function unpack(packed) {
   return { ...packed, lanes };
 }
 
-/** What became of the lanes' time, as mega_moe.trace.Trace has it. lanes: their tiles; number: with those that had none. */
+/** What became of the lanes' time, as mega_moe.trace.Trace has it. number: of lanes, with those that had no tile. */
 function summaryOf(lanes, total, number) {
   const all = total * number || 1, kinds = {};
   const spent = { busy: 0, waiting: 0, between: 0, tail: (number - lanes.length) * total };
@@ -193,10 +194,11 @@ function inWords(tile, timeline) {
   if (tile.expert >= 0) {
     const whose = tile.kind === "combine" ? "" : ` of expert ${tile.expert}`;
     const rows = few(tile.rows, tile.kind === "combine" ? "token" : "row");
-    what = `${tile.kind}${whose}, ${rows} from ${plain(tile.row)} on, column ${tile.column}, ticket ${plain(tile.ticket)}`;
+    const which = `column ${tile.column}, ticket ${plain(tile.ticket)}`;
+    what = `${tile.kind}${whose}, ${rows} from ${plain(tile.row)} on, ${which}`;
   }
-  const waits = tile.start > tile.taken;
-  const wait = waits ? `Waited ${time(tile.start - tile.taken)} for ${few(tile.arrivals, "arrival")}.` : "Did not wait.";
+  const waited = tile.start - tile.taken;
+  const wait = waited > 0 ? `Waited ${time(waited)} for ${few(tile.arrivals, "arrival")}.` : "Did not wait.";
   const moved = tile.end > tile.moving ? `, of that ${time(tile.end - tile.moving)} moving rows over links` : "";
   const where = `${timeline.names[tile.lane]}${tile.rank ? `, rank ${tile.rank}` : ""}`;
   return `${what}; ${where}. Step ${tile.step}. Taken at ${time(tile.taken)}. ${wait} `
@@ -220,7 +222,9 @@ function startViewer(root) {
 
   function add(group, timelines) {
     const first = known.length;
-    timelines.forEach((timeline, n) => known.push({ group, partner: n === 0 && timelines[1] ? first + 1 : -1, timeline }));
+    timelines.forEach((timeline, n) => {
+      known.push({ group, partner: n === 0 && timelines[1] ? first + 1 : -1, timeline });
+    });
     for (const select of [find("above"), find("below")]) {
       const options = document.createElement("optgroup");
       options.label = group;
@@ -263,7 +267,7 @@ function startViewer(root) {
     width = full - left - 8;
   }
 
-  /** Of each panel: where its lanes begin, how tall they are together and each, and how tall they would be unscrolled. */
+  /** Of each panel: where its lanes begin, how tall they are together and each, and how tall they were unscrolled. */
   function layout() {
     let top = 0;
     return panels().map((timeline) => {
@@ -374,7 +378,8 @@ function startViewer(root) {
   function lanesOf(timeline, panel, place, ink, paper, hatch) {
     const { pitch, top } = place, first = view.scrolled[panel];
     const gap = pitch > 5 ? 1 : pitch > 2.5 ? 0.4 : 0;
-    const focus = view.follow && chosen && chosen.panel === panel && chosen.tile.expert >= 0 && chosen.tile.kind !== "combine";
+    const hasExpert = (tile) => tile.expert >= 0 && tile.kind !== "combine";
+    const focus = view.follow && chosen && chosen.panel === panel && hasExpert(chosen.tile);
     pen.fillStyle = ink;
     pen.globalAlpha = 0.06;
     pen.fillRect(Math.max(x(0), left), top, x(timeline.summary.total) - Math.max(x(0), left), place.tall);
@@ -388,7 +393,7 @@ function startViewer(root) {
         if (end - drawn < 0.4) continue; // thousands of tiles in a pixel are one
         const begin = x(tile.taken), start = x(tile.start);
         const wide = end - start - (end - start > 4 ? 0.8 : 0), tall = pitch - gap;
-        const faded = focus && (tile.expert !== chosen.tile.expert || tile.kind === "combine"), strength = faded ? 0.22 : 1;
+        const faded = focus && !(hasExpert(tile) && tile.expert === chosen.tile.expert), strength = faded ? 0.22 : 1;
         pen.globalAlpha = strength;
         if (start - begin > 0.2) {
           pen.fillStyle = hatch;
@@ -442,7 +447,7 @@ function startViewer(root) {
     pen.textAlign = "left";
   }
 
-  /** All the time, whatever is seen of it above: how many programs are at work on which step. What is seen is framed. */
+  /** All the time, whatever is seen of it above: how many programs work on which step. What is seen is framed. */
   function overview(places, ink) {
     const top = overviewTop(places), piece = width / PIECES;
     pen.fillStyle = ink;
@@ -511,7 +516,8 @@ function startViewer(root) {
     view.from = Math.min(Math.max(from + (until - from - wide) / 2, 0), most - wide);
     view.until = view.from + wide;
     const share = wide / most;
-    find("seen").textContent = share > 0.999 ? "All of it is seen." : `Seen: ${plain(view.from, 1)} to ${plain(view.until, 1)} ${shown[0].unit}.`;
+    const some = `Seen: ${plain(view.from, 1)} to ${plain(view.until, 1)} ${shown[0].unit}.`;
+    find("seen").textContent = share > 0.999 ? "All of it is seen." : some;
     draw();
   }
 
@@ -600,7 +606,8 @@ function startViewer(root) {
     const box = canvas.getBoundingClientRect(), time = timeAt(event.clientX - box.left), y = event.clientY - box.top;
     const places = layout(), panel = places.findIndex(({ top, tall }) => y >= top && y < top + tall);
     if (panel < 0 || event.clientX - box.left < left) return null;
-    const tiles = panels()[panel].lanes[Math.floor((y - places[panel].top + view.scrolled[panel]) / places[panel].pitch)];
+    const { top, pitch } = places[panel], lane = Math.floor((y - top + view.scrolled[panel]) / pitch);
+    const tiles = panels()[panel].lanes[lane];
     const tile = tiles && nearest(tiles, time), slack = (2 / width) * (view.until - view.from);
     return tile && tile.taken - slack <= time && time <= tile.end + slack ? { panel, tile } : null;
   }
@@ -734,7 +741,9 @@ function startViewer(root) {
       for (const file of files) timelines.push(readTrace(await file.text(), file.name));
       const units = new Set(timelines.map((timeline) => timeline.unit));
       const first = add(files.length > 1 ? "opened" : files[0].name, timelines);
-      if (units.size > 1) wrong.textContent = `They count time in ${[...units].join(" and ")}, so only the first is shown.`;
+      if (units.size > 1) {
+        wrong.textContent = `They count time in ${[...units].join(" and ")}, so only the first is shown.`;
+      }
       show(first, timelines.length > 1 && units.size === 1 ? first + 1 : -1);
     } catch (error) {
       wrong.textContent = error.message;
@@ -749,11 +758,12 @@ function startViewer(root) {
   // In numbers, for those who do not see the picture, and for all others.
 
   function tell() {
-    const both = panels(), one = both.length === 1;
+    const both = panels();
     const summaries = both.map((timeline) => timeline.summary);
     const line = (name, of) => [name, ...summaries.map(of)];
     const { unit } = shown[0];
-    table(find("numbers"), ["", ...both.map((timeline, n) => (one ? timeline.name : `${n ? "below" : "above"}: ${timeline.name}`))], [
+    const titles = both.map(({ name }, n) => (both.length === 1 ? name : `${n ? "below" : "above"}: ${name}`));
+    table(find("numbers"), ["", ...titles], [
       line("programs", (of) => plain(of.lanes)),
       line(`from the first program to the last tile, ${unit}`, (of) => plain(of.total)),
       line("at work", (of) => percent(of.shares.busy)),
@@ -800,8 +810,8 @@ function startViewer(root) {
 
   // Go.
 
-  const legend = find("legend");
-  for (const [step, colour] of [...Object.entries(TIMELINES.colours), ["waiting", ""], ["moving rows over links", ""]]) {
+  const legend = find("legend"), hatched = { waiting: "", "moving rows over links": "" };
+  for (const [step, colour] of Object.entries({ ...TIMELINES.colours, ...hatched })) {
     const entry = document.createElement("span"), swatch = document.createElement("i");
     swatch.className = colour ? "" : step.split(" ")[0];
     swatch.style.backgroundColor = colour;
