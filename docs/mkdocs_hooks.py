@@ -11,6 +11,7 @@ from html import unescape
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import roofline_data
 from math_core import LatexError, LatexToMathML
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
@@ -21,17 +22,17 @@ _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>'
 
 
 def on_files(files, config):
-    """Add a page lessons/<name>.md for each lesson, and its figures beside it."""
+    """Add a page lessons/<name>.md for each lesson, its figures beside it, and the data of the pages that draw."""
     for lesson in LESSONS:
         page, figures = as_page(record(lesson))
         files.append(File.generated(config, f"lessons/{lesson.stem}.md", content=page))
         for name, figure in figures.items():
             files.append(File.generated(config, f"lessons/{name}", content=figure))
     with TemporaryDirectory() as folder:
-        for maker in ("timeline_data.py", "roofline_data.py"):
-            subprocess.run([sys.executable, Path(__file__).with_name(maker), folder], check=True)
+        subprocess.run([sys.executable, Path(__file__).with_name("timeline_data.py"), folder], check=True)
         for path in Path(folder).iterdir():
             files.append(File.generated(config, f"js/{path.name}", content=path.read_text()))
+    files.append(File.generated(config, "js/roofline_data.js", content=roofline_data.as_script()))
     return files
 
 

@@ -1,9 +1,7 @@
 """What docs/js/roofline.js needs of mega_moe/roofline.py that is no formula: devices, layers, passes through memory.
 
-    python3 docs/roofline_data.py FOLDER
-
-writes FOLDER/roofline_data.js, a classic script; mkdocs_hooks.py calls it. The formulas are written again in the script
-of the page, since a reader may choose any layer; tests/test_viewer.py holds the two equal.
+mkdocs_hooks.py makes js/roofline_data.js of it. The formulas are written again in the script of the page, since a
+reader may choose any layer; tests/test_viewer.py holds the two equal.
 """
 
 import json
@@ -31,9 +29,9 @@ STEP_OF_RESULT = {
 """The step that each of `roofline.tiles` belongs to."""
 
 
-def data() -> dict:
-    """For the script of the page."""
-    return {
+def as_script() -> str:
+    """A classic script, for the page."""
+    data = {
         "layers": {name: {letter: getattr(p, letter) for letter in "THIEK"} for name, p in PRESETS.items()},
         "bytes_of": {name: dtype.itemsize for name, dtype in DTYPES.items() if dtype.itemsize <= 4},
         "ceilings": [asdict(ceiling) for _, ceiling in CEILINGS],
@@ -43,8 +41,4 @@ def data() -> dict:
         "colours": COLOURS,
         "step_of_result": STEP_OF_RESULT,
     }
-
-
-if __name__ == "__main__":
-    text = f'"use strict";\nconst ROOFLINE = {json.dumps(data())};\n'
-    (Path(sys.argv[1]) / "roofline_data.js").write_text(text)
+    return f'"use strict";\nconst ROOFLINE = {json.dumps(data)};\n'

@@ -26,13 +26,13 @@ import torch
 
 from mega_moe import predict, simulate
 from mega_moe.kernels.blocks import Mega, Persistent, mega_for
-from mega_moe.kernels.schedule import backward_work, forward_work
+from mega_moe.kernels.schedule import forward_work
 from mega_moe.ladder import Layer
 from mega_moe.predict import H200, PULL, PUSH, Share, play
 from mega_moe.roofline import DIRECTIONS
 from mega_moe.samples import random_inputs
-from mega_moe.schedule import ARRIVALS, COMBINE, KIND, KINDS, STEP_OF_KIND, Work, first_block_of_expert, schedule
-from mega_moe.shapes import PRESETS, Need, Problem
+from mega_moe.schedule import ARRIVALS, COMBINE, KIND, KINDS, STEP_OF_KIND, first_block_of_expert, schedule
+from mega_moe.shapes import PRESETS, Problem
 from mega_moe.timeline import COLOURS
 from mega_moe.trace import Span, Trace, trace
 
@@ -67,14 +67,14 @@ class Drawn:
         A lane is a list of tiles: the columns of the schedule, the ticket, and four times as whole `parts` of a unit:
         since the lane's last tile, waited, at work, moved rows.
         """
-        lanes = [[] for _ in self.trace.lanes]
-        whole = lambda time: round(time * parts)
-        free_from = [0] * len(lanes)
-        for span, moving in sorted(zip(self.trace.spans, self.moving), key=lambda pair: pair[0].taken):
-            times = [free_from[span.lane], *map(whole, (span.taken, span.start, moving, span.end))]
-            free_from[span.lane] = times[-1]
-            between = [later - earlier for earlier, later in pairwise(times)]
+        lanes = {lane: [] for lane in range(0, len(self.trace.lanes), every)}
+        free_from = dict.fromkeys(lanes, 0)
+        drawn = [(span, moving) for span, moving in zip(self.trace.spans, self.moving) if span.lane in lanes]
+        for span, moving in sorted(drawn, key=lambda pair: pair[0].taken):
+            times = [round(time * parts) for time in (span.taken, span.start, moving, span.end)]
+            between = [later - earlier for earlier, later in pairwise([free_from[span.lane], *times])]
             lanes[span.lane].append([*self.trace.table[span.tile], span.tile, *between])
+            free_from[span.lane] = times[-1]
         summary = self.trace.as_json()
         return {
             "name": self.name,
@@ -84,7 +84,7 @@ class Drawn:
             "parts": parts,
             "launches": [[name, round(start, 2), round(end, 2)] for name, start, end in self.launches],
             "names": self.trace.lanes[::every],
-            "lanes": lanes[::every],
+            "lanes": list(lanes.values()),
             "summary": {name: summary[name] for name in ("total", "lanes", "shares", "overlap", "hidden", "kinds")},
         }
 
@@ -97,20 +97,21 @@ def predicted(problem: Problem, direction: str, W: int | None, rung: str) -> Dra
     p, tiles = problem, predict.tiles_for(problem)
     if W is None:
         share = predict.all_of_it(p.T, p.E, p.K, 1, "random", 0)
-        whole = predict.on_one_gpu(p, direction, rung, routing="random")
     else:
         there = predict.ways(H200, W)
         share = predict.busiest(p.T, p.E, p.K, W, "random", 0, tiles[0].BLOCK_R, there, False)
-        whole = predict.over_links(p, W, direction, rung)
         p = p.at(ranks=W, tokens_per_rank=(p.T,))
     if rung == "mega":
         launches = [one_launch(p, tiles[0], share, direction)]
+        whole = launches[0][1] + 1e6 * predict.beside_one_launch(H200, p, share, direction)
     else:
         launches = launches_apart(p, tiles[1], share, direction)
+        on_one_gpu = lambda: predict.on_one_gpu(problem, direction, rung, routing="random")
+        whole = 1e3 * (predict.over_links(problem, W, direction, rung) if W else on_one_gpu()).ms
 
     table_of = "schedule" if rung == "mega" else "tile table"
     first = ", ".join([*["meet"] * (W is not None), *["plan"] * (direction == "forward"), table_of])
-    now = 1e3 * whole.ms - sum(1e6 * H200.launch + length for _, length, _, _ in launches)
+    now = whole - sum(1e6 * H200.launch + length for _, length, _, _ in launches)
     named, table, spans, moving = [(first, 0.0, now)], [], [], []
     for name, length, of_launch, played in launches:
         now += 1e6 * H200.launch
@@ -132,16 +133,9 @@ LaunchDrawn = tuple[str, float, list[list[int]], Sequence[predict.Span]]
 """Its name, its length in microseconds, its tiles, and what was done with them."""
 
 
-def work_of(p: Problem, tiles: Mega, direction: str) -> Work:
-    """What one launch has to do."""
-    if direction == "forward":
-        return forward_work(p, tiles)
-    return backward_work(p, tiles, Need(), recompute=p.save == "inputs")
-
-
 def one_launch(p: Problem, tiles: Mega, share: Share, direction: str) -> LaunchDrawn:
     """Rung mega's, tile by tile from the schedule."""
-    work = work_of(p, tiles, direction)
+    work = predict.work_of_launch(p, tiles, direction)
     played = play(predict.tickets_of(H200, p, tiles, work, share, direction), H200)
     table = schedule(torch.tensor(share.row_start), share.tokens_of_rank, (share.row_start[-1],), work).tolist()
     return "mega", 1e6 * played.seconds, table, played.spans

@@ -597,17 +597,25 @@ def _one_launch(
     machine: Machine, problem: Problem, tiles: Mega, share: Share, direction: str, group: int | None, mixed: bool
 ) -> Prediction:
     """Over heaps if the problem has tokens_per_rank."""
-    p = problem
-    if direction == "forward":
-        work, first = forward_work(p, tiles), machine.plan_and_schedule
-    else:
-        work, first = backward_work(p, tiles, Need(), recompute=p.save == "inputs"), machine.schedule
-    if p.tokens_per_rank:
-        first += _publishing(machine, p, share, direction)
+    p, work = problem, work_of_launch(problem, tiles, direction)
     work = replace(work, group=group or work.group, mixed=work.mixed and mixed)
     played = play(tickets_of(machine, p, tiles, work, share, direction), machine)
-    besides = first + 2 * machine.launch + _flags(machine, share)
-    return _prediction(machine, direction, played, besides)
+    return _prediction(machine, direction, played, beside_one_launch(machine, p, share, direction))
+
+
+def work_of_launch(problem: Problem, tiles: Mega, direction: str) -> Work:
+    """What the one launch of a direction has to do, in the kernels' own order. All gradients are needed."""
+    if direction == "forward":
+        return forward_work(problem, tiles)
+    return backward_work(problem, tiles, Need(), recompute=problem.save == "inputs")
+
+
+def beside_one_launch(machine: Machine, problem: Problem, share: Share, direction: str) -> float:
+    """Seconds of a direction in one launch in which no tile is at work: its first launch, what ranks publish, flags."""
+    first = machine.plan_and_schedule if direction == "forward" else machine.schedule
+    if problem.tokens_per_rank:
+        first += _publishing(machine, problem, share, direction)
+    return first + 2 * machine.launch + _flags(machine, share)
 
 
 def _publishing(machine: Machine, p: Problem, share: Share, direction: str) -> float:

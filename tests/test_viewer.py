@@ -17,6 +17,7 @@ pytest.importorskip("mkdocs", reason="the site is built with what the docs extra
 pytest.importorskip("playwright", reason="Playwright drives the browser: pip install playwright")
 pytest.importorskip("triton", reason="tile times stand beside the kernels")
 
+import roofline_data
 from cases import DEVICE
 from playwright import sync_api
 
@@ -63,8 +64,8 @@ def site(tmp_path_factory) -> Path:
         shutil.copy(ROOT / "docs" / name, docs)
     shutil.copytree(ROOT / "docs/js", docs / "js")
     (folder / "mkdocs.yml").write_text(CONFIG.format(root=ROOT))
-    for maker in ("timeline_data.py", "roofline_data.py"):
-        subprocess.run([sys.executable, ROOT / "docs" / maker, docs / "js"], check=True)
+    (docs / "js/roofline_data.js").write_text(roofline_data.as_script())
+    subprocess.run([sys.executable, ROOT / "docs/timeline_data.py", docs / "js"], check=True)
     build = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--config-file", folder / "mkdocs.yml"]
     subprocess.run(build, check=True, stderr=subprocess.DEVNULL)
     return folder / "site"
