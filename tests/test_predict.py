@@ -1,6 +1,7 @@
 """The model of time: it says what was measured, keeps the order of things, and notices what is changed in it."""
 
 import json
+import re
 from dataclasses import replace
 from math import comb
 from pathlib import Path
@@ -15,7 +16,7 @@ from mega_moe.kernels.blocks import blocks_of_target
 from mega_moe.kernels.schedule import backward_work, forward_work
 from mega_moe.predict import H200, NETWORK, PULL, PUSH, Machine, Span, Ticket, Ways, along, on_one_gpu, over_links, play
 from mega_moe.schedule import KIND, KINDS, Work, schedule
-from mega_moe.shapes import Need, Problem
+from mega_moe.shapes import PRESETS, Need, Problem
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = [*sorted(ROOT.glob("docs/results/*.json")), *sorted(ROOT.glob("docs/results/one-gpu/*.json"))]
@@ -326,3 +327,18 @@ def test_the_page_says_what_the_model_says():
         ms = render_scaling.predicted("qwen3-30b-a3b", 8, "forward", way).ms
         assert f"| forward, {way} | **{ms:.2f}** |" in page, "run docs/render_scaling.py again"
     assert render_scaling.FIGURE.exists() and "](scaling.svg)" in page
+
+
+def test_the_readmes_picture_shows_both_timelines():
+    pytest.importorskip("matplotlib", reason="docs/render_timeline.py draws with it")
+    import render_timeline
+
+    for axes in render_timeline.picture().axes:
+        rung, ms = re.fullmatch(
+            r"(ranks|mega) on 8 GPUs, forward: .*: (\d\.\d\d) ms", axes.get_title(loc="left")
+        ).groups()
+        expected = over_links(PRESETS["qwen3-30b-a3b"].at(save="inputs"), 8, "forward", rung).ms
+        assert float(ms) == pytest.approx(expected, abs=0.006) and f": {ms} ms" in (ROOT / "README.md").read_text()
+        lanes, bars = (len(collection.get_paths()) for collection in axes.collections)
+        assert lanes == render_timeline.PROGRAMS and bars > lanes * 4
+    assert render_timeline.FIGURE.exists()
