@@ -184,7 +184,11 @@ def over_gpus(record: dict) -> str:
     versions = ", ".join(f"{what} {m[what]}" for what in ("torch", "triton", "python") if m.get(what))
     rate = f", {node['bytes_per_s'] / 1e9:.0f} GB/s each way in an all_to_all" if node.get("bytes_per_s") else ""
     lines = [f"**{record['ranks']} x {m['device']}**, {m['date']}; {versions}; NCCL {node['nccl']}{rate}."]
-    right = [f"- {name}: {parts[name]['line']}" for name in ("parity", "stress", "graph", "groups") if name in parts]
+    right = [
+        f"- {name}: {parts[name]['line']}"
+        for name in ("parity", "stress", "graph", "groups", "failing")
+        if name in parts
+    ]
     lines.append("\n".join(right))
     for name, part in parts.items():
         if name.startswith("times "):

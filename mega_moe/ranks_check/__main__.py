@@ -19,7 +19,7 @@ from .where import where
 
 SECONDS = 540  # for everything: below the ten minutes that many queues give a short job
 ALIKE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's, for several ranks on one GPU
-PARTS = ("parity", "stress", "graph", "groups", "times", "trace", "predicted")
+PARTS = ("parity", "stress", "graph", "groups", "failing", "times", "trace", "predicted")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -68,6 +68,8 @@ def run(check: Check, shapes: dict[str, Problem], quick: bool, wanted: set[str])
         check.part("graph", 60, lambda group: right.graph(node, group))
     if "groups" in wanted and can_heap and node.W >= 4:
         check.part("groups", 120, lambda group: right.groups(node, group))
+    if "failing" in wanted and can_heap and node.W >= 2:
+        check.part("failing", 120, lambda group: right.failing(node, group))
     measured, how = {}, times.turns(node.on_gpu, quick)
     for name, problem in shapes.items() if "times" in wanted else ():
         part = check.part(

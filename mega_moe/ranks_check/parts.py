@@ -90,11 +90,13 @@ class Node:
         self.gather(None)
 
     @contextmanager
-    def heaps(self, group: ProcessGroup, max_tokens: int, max_rows: int | None = None) -> Iterator[ProcessHeaps]:
-        """Heaps of a group, closed at the end."""
+    def heaps(
+        self, group: ProcessGroup, max_tokens: int, max_rows: int | None = None, timeout_s: float = HEAPS_WAIT_S
+    ) -> Iterator[ProcessHeaps]:
+        """Heaps of a group, closed at the end. timeout_s: how long a rank waits for another in a call."""
         self.meet()  # heaps are made collectively, and who comes early waits for a time only
         kind = SymmetricHeaps if self.on_gpu else ShmHeaps
-        made = kind(group, max_tokens, max_rows, timeout_s=HEAPS_WAIT_S)
+        made = kind(group, max_tokens, max_rows, timeout_s=timeout_s)
         try:
             yield made
         finally:

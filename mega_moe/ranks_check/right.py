@@ -1,6 +1,7 @@
 """Whether ranks compute what one process computes: small and odd layers, a thousand calls, a captured graph, and two
-groups at once."""
+groups at once; and whether a rank that stays away is missed."""
 
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -184,6 +185,40 @@ def graph(node: Node, group: ProcessGroup, replays: int = 20) -> tuple[str, dict
     if any(counts.values()):
         raise Wrong(f"a replayed graph computes something else: of {replays} replays differ {counts}")
     return f"{replays} replays with other routings equal to eager calls, to the bit", dict(replays=replays)
+
+
+def failing(node: Node, group: ProcessGroup, timeout_s: float = 5.0) -> tuple[str, dict]:
+    """The last rank stays away from a call: the others end their wait, and raise who was missed; and when it does come,
+    to find nobody, so does it."""
+    p, most = small(node)
+    held, dy = draw(p, uneven(most, node.W)).of(node.rank)
+    away = node.W - 1
+    with node.heaps(group, most) as heaps:  # whoever compiles longer than others would be missed as well
+        differentiate(held, dy, stage="mega", heap=heaps, save="inputs")
+        heaps.check()
+    with node.heaps(group, most, timeout_s=timeout_s) as heaps:
+        differentiate(held, dy, stage="mega", heap=heaps, save="inputs")
+        heaps.check()
+        raised, took = None, 0.0
+        for others in (True, False):
+            node.meet()
+            if (node.rank != away) == others:
+                begun = time.monotonic()
+                try:
+                    differentiate(held, dy, stage="mega", heap=heaps, save="inputs")
+                    heaps.check()
+                except RuntimeError as error:
+                    raised, took = str(error), time.monotonic() - begun
+        heard = node.gather((raised, took))
+    said = "\n".join(f"rank {rank}: {message}" for rank, (message, _) in enumerate(heard))
+    missed = [message is not None and "waited in vain for rank" in message for message, _ in heard]
+    if not all(missed) or not all(f"for rank {away} " in message for message, _ in heard[:away]):
+        raise Wrong(f"rank {away} stayed away, and not all ranks raised that they waited in vain:\n{said}")
+    longest = max(took for _, took in heard)
+    line = (
+        f"rank {away} stayed away: all others raised that it was missed, within {longest:.1f} s; and it, when it came"
+    )
+    return line, dict(timeout_s=timeout_s, seconds=longest, raised=[message for message, _ in heard])
 
 
 def groups(node: Node, group: ProcessGroup, calls: int = 5) -> tuple[str, dict]:

@@ -44,13 +44,13 @@ def test_the_whole_program_on_a_cpu(tmp_path):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (CHECKOUT, CHECKOUT / "tests", tmp_path)))}
     ended = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert ended.stdout.endswith("passed: all 6 parts\n")
+    assert ended.stdout.endswith("passed: all 7 parts\n")
 
     report = json.loads((tmp_path / "node.json").read_text())
     assert report["passed"] and report["ranks"] == 2
     assert report["shapes"] == {SHAPE: dict(T=2, H=32, I=32, E=2, K=2)}
     parts = {part["name"].partition(" ")[0]: part for part in report["parts"]}
-    assert list(parts) == ["machine", "parity", "stress", "times", "trace", "predicted"]
+    assert list(parts) == ["machine", "parity", "stress", "failing", "times", "trace", "predicted"]
     assert all(part["passed"] and part["failure"] is None and part["seconds"] > 0 for part in parts.values())
     assert parts["machine"]["facts"]["heaps"] == "made"
 
@@ -62,6 +62,10 @@ def test_the_whole_program_on_a_cpu(tmp_path):
         assert all(share <= 1 for share in layer["one_process"].values())
     stress = parts["stress"]["facts"]
     assert stress["calls"] == 1 and stress["against"] == "ranks" and not any(stress["differing"].values())
+
+    failing = parts["failing"]["facts"]
+    assert failing["seconds"] < failing["timeout_s"] + 5
+    assert "for rank 1 " in failing["raised"][0] and "for rank 0 " in failing["raised"][1]
 
     rows = {row["name"]: row for row in parts["times"]["facts"]["rows"]}
     assert list(rows) == [*OTHERS, *WAYS, "mega, heaps, pre kept", ALONE]
