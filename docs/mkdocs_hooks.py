@@ -11,6 +11,7 @@ from html import unescape
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import export_schedules
 import roofline_data
 from math_core import LatexError, LatexToMathML
 from mkdocs.exceptions import PluginError
@@ -28,6 +29,7 @@ def on_files(files, config):
         files.append(File.generated(config, f"lessons/{lesson.stem}.md", content=page))
         for name, figure in figures.items():
             files.append(File.generated(config, f"lessons/{name}", content=figure))
+    files.append(File.generated(config, "js/schedules.js", content=export_schedules.as_script()))
     with TemporaryDirectory() as folder:
         subprocess.run([sys.executable, Path(__file__).with_name("timeline_data.py"), folder], check=True)
         for path in Path(folder).iterdir():
