@@ -1,8 +1,11 @@
 """What all tests share: where they run, the rungs they run on, poison, and the time that each part may take."""
 
 import os
+import subprocess
+import sys
 from collections import defaultdict
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,7 +30,7 @@ SLICES = {
     "kernels": 140,
     "compile": 120,
     "cross-compile": 440,
-    "lessons": 150,
+    "lessons": 170,
     "the rest": 330,
 }
 """Seconds of one core that each part of the suite may take on a CPU, so that all of it stays within a quarter of an
@@ -41,7 +44,8 @@ PARTS = {
     "cross_compile": "cross-compile",
     "kernels/": "kernels",
     "test_lessons": "lessons",
-    "test_site": "lessons",
+    "test_site": "lessons",  # who comes first of these builds the site, and runs the lessons
+    "test_browser": "lessons",
     "test_module": "the rest",
     "test_faults": "the rest",  # they test the tests
 }
@@ -82,6 +86,21 @@ def poison():
     """Memory that nobody wrote holds NaN, or the largest integer."""
     with poisoned():
         yield
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory) -> Path:
+    """The documentation, built once for all who look at it: they are in the xdist group "site", after the lessons."""
+    folder = tmp_path_factory.mktemp("site")
+    build = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--site-dir", folder],
+        cwd=Path(__file__).parent.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert build.returncode == 0, build.stdout
+    return folder
 
 
 # The time that each part takes.

@@ -1,10 +1,9 @@
 """The site builds without a warning, and every page is whole as it lies on disk: nothing is loaded from elsewhere."""
 
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote, urldefrag, urlsplit
 
 import pytest
 
@@ -48,18 +47,38 @@ def loads_from_elsewhere(page: Path) -> list[str]:
     return loads.found
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("site")
-    build = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--site-dir", folder],
-        cwd=recording.ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert build.returncode == 0, build.stdout
-    return folder
+class Links(HTMLParser):
+    """Collects where a page's links lead, and the places in it that a link may lead to."""
+
+    def __init__(self):
+        super().__init__()
+        self.links, self.places = [], {""}
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.places |= {attributes.get("id"), attributes.get("name")}
+        if tag == "a" and attributes.get("href") and not urlsplit(attributes["href"]).scheme:
+            self.links.append(attributes["href"])
+
+
+def broken_links(site: Path) -> list[str]:
+    """The links of all pages, from one to another or within it, that lead nowhere."""
+    pages = {}
+    for page in site.rglob("*.html"):
+        pages[page] = Links()
+        pages[page].feed(page.read_text())
+    broken = []
+    for page, links in pages.items():
+        for link in links.links:
+            path, place = map(unquote, urldefrag(link))
+            # The page for what is not found may be shown anywhere, so its links begin at the root.
+            target = (
+                (site / path.lstrip("/") if path.startswith("/") else page.parent / path).resolve() if path else page
+            )
+            target = target / "index.html" if target.is_dir() else target
+            if not (place in pages[target].places if target in pages else target.exists() and not place):
+                broken.append(f"{page.relative_to(site)}: {link}")
+    return broken
 
 
 def test_nothing_is_loaded_from_elsewhere(site):
@@ -71,6 +90,21 @@ def test_no_script_is_asked_to_draw(site):
     """The theme would fetch Mermaid, and formulas would wait for MathJax: figures are SVG and formulas MathML."""
     for page in site.rglob("*.html"):
         assert not re.search(r'class="(mermaid|arithmatex)"', page.read_text()), page.relative_to(site)
+
+
+def test_every_link_within_the_site_leads_somewhere(site):
+    assert not broken_links(site)
+
+
+@pytest.mark.parametrize("link", ["none.html", "page.html#none", "#none", "folder/"])
+def test_a_link_that_leads_nowhere_is_seen(tmp_path, link):
+    (tmp_path / "folder").mkdir()
+    for good in ("#here", "page.html#here", "page.html", "https://example.org/none.html"):
+        (tmp_path / "page.html").write_text(f'<h2 id="here"></h2><a href="{good}">there</a>')
+        assert not broken_links(tmp_path)
+
+    (tmp_path / "page.html").write_text(f'<h2 id="here"></h2><a href="{link}">there</a>')
+    assert broken_links(tmp_path) == [f"page.html: {link}"]
 
 
 @pytest.mark.parametrize("lesson", recording.LESSONS, ids=lambda lesson: lesson.stem)
