@@ -565,6 +565,8 @@ for fault in (None, "down", "combine"):
 # The farther the order keeps tiles apart that depend on each other, the more seldom the missing wait is missed. On a
 # real layer, with groups that leave nobody waiting, the result may be right every time, until a program is late.
 #
+# You can do all of this by hand: [step through this schedule](../stepper.md), take waits away, and turn its order round.
+#
 # ## Two tables that deadlock each other
 #
 # One more property of the order is not needed on one GPU, but built in: the schedule is made for any number of *ranks*,
