@@ -1,6 +1,7 @@
 """What all tests share: where they run, the rungs they run on, poison, and the time that each part may take."""
 
 import os
+import shutil
 import subprocess
 import sys
 from collections import defaultdict
@@ -30,7 +31,7 @@ SLICES = {
     "kernels": 140,
     "compile": 120,
     "cross-compile": 440,
-    "lessons": 170,
+    "lessons": 230,
     "the rest": 330,
 }
 """Seconds of one core that each part of the suite may take on a CPU, so that all of it stays within a quarter of an
@@ -46,6 +47,7 @@ PARTS = {
     "test_lessons": "lessons",
     "test_site": "lessons",  # who comes first of these builds the site, and runs the lessons
     "test_browser": "lessons",
+    "test_viewer": "lessons",
     "test_module": "the rest",
     "test_faults": "the rest",  # they test the tests
 }
@@ -101,6 +103,19 @@ def site(tmp_path_factory) -> Path:
     )
     assert build.returncode == 0, build.stdout
     return folder
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Debian's chromium, driven by Playwright. Its event loop ends with the module: others have their own."""
+    driven_by = "Playwright drives the browser: pip install playwright"
+    sync_api = pytest.importorskip("playwright.sync_api", reason=driven_by)
+    if (chromium := shutil.which("chromium")) is None:
+        pytest.skip("there is no chromium to show pages: apt-get install chromium")
+    with sync_api.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=chromium)
+        yield browser
+        browser.close()
 
 
 # The time that each part takes.

@@ -4,7 +4,6 @@ It is Debian's Chromium, driven by Playwright; nothing is downloaded. Pages are 
 no server; what needs one, the search, is tried where one serves the site, as `make docs` does.
 """
 
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,27 +17,16 @@ pytest.importorskip("recording", reason="the site is built with what the docs ex
 pytest.importorskip("playwright.sync_api", reason="Playwright drives the browser: pip install playwright")
 
 from export_schedules import exported, layers, work_of
-from playwright.sync_api import ConsoleMessage, Page, sync_playwright
+from playwright.sync_api import ConsoleMessage, Page
 
 from mega_moe.schedule import ARRIVALS, KIND, KINDS
 from mega_moe.simulate import Deadlock, Span, by_ticket, in_words, play
 
-CHROMIUM = shutil.which("chromium")
-
-pytestmark = [
-    pytest.mark.xdist_group("site"),  # one build serves test_site.py too
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium to show pages: apt-get install chromium"),
-]
+pytestmark = pytest.mark.xdist_group("site")  # one build serves test_site.py too
 
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 360, "height": 740}
 SCHEMES = {"light": "default", "dark": "slate"}
 LAYERS = layers()
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with sync_playwright() as driver:
-        yield driver.chromium.launch(executable_path=CHROMIUM)
 
 
 @dataclass

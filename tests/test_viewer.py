@@ -4,9 +4,6 @@ whose formulas are mega_moe/roofline.py's once more."""
 import json
 import random
 import re
-import shutil
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -14,12 +11,9 @@ import pytest
 import torch
 
 pytest.importorskip("mkdocs", reason="the site is built with what the docs extra installs")
-pytest.importorskip("playwright", reason="Playwright drives the browser: pip install playwright")
 pytest.importorskip("triton", reason="tile times stand beside the kernels")
 
-import roofline_data
 from cases import DEVICE
-from playwright import sync_api
 
 from mega_moe import predict, roofline
 from mega_moe.ladder import DTYPES, Layer
@@ -31,52 +25,12 @@ from mega_moe.symmetric import LocalHeaps
 from mega_moe.timeline import COLOURS
 from mega_moe.trace import Span, Trace, trace
 
-CHROMIUM = shutil.which("chromium")
-pytestmark = [
-    pytest.mark.xdist_group("site"),  # in the process that builds it
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no browser: install Debian's chromium"),
-]
+pytestmark = pytest.mark.xdist_group("site")  # in the process that builds it
 
 ROOT = Path(__file__).resolve().parents[1]
 EXACT = 2**53  # up to here a double holds every whole number
 
 both_directions = pytest.mark.parametrize("direction", DIRECTIONS)
-
-# The two pages alone, with everything else as the site has it. Links from them to other pages lead nowhere.
-CONFIG = """
-INHERIT: {root}/mkdocs.yml
-docs_dir: docs
-site_dir: site
-strict: false
-hooks: []
-plugins: []
-watch: []
-nav: [timeline.md, roofline.md]
-"""
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("site")
-    docs = folder / "docs"
-    docs.mkdir()
-    for name in ("timeline.md", "roofline.md", "site.css", "viewer.css"):
-        shutil.copy(ROOT / "docs" / name, docs)
-    shutil.copytree(ROOT / "docs/js", docs / "js")
-    (folder / "mkdocs.yml").write_text(CONFIG.format(root=ROOT))
-    (docs / "js/roofline_data.js").write_text(roofline_data.as_script())
-    subprocess.run([sys.executable, ROOT / "docs/timeline_data.py", docs / "js"], check=True)
-    build = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--config-file", folder / "mkdocs.yml"]
-    subprocess.run(build, check=True, stderr=subprocess.DEVNULL)
-    return folder / "site"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture
