@@ -1,9 +1,10 @@
-"""Layers to run: random ones with a chosen routing, and real ones from a file.
+"""Layers to run: random ones with a chosen routing, the small one of the lessons, and real ones from a file.
 
 How tokens spread over experts decides how hard a layer is to run, so the spread is an argument: every expert equally
 busy, experts drawn uniformly, a long-tailed spread, or one expert that every token visits.
 """
 
+from functools import partial
 from math import lcm
 from pathlib import Path
 
@@ -109,6 +110,33 @@ def _shuffle_slots(ids: Tensor, p: Problem, generator: torch.Generator) -> Tenso
 
 def _uniform(*shape: int, p: Problem, generator: torch.Generator) -> Tensor:
     return torch.rand(shape, generator=generator, device=p.device)
+
+
+# --8<-- [start:course_example]
+def course_example(
+    experts: int = 3, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> tuple[Inputs, Tensor]:
+    """The layer that goes through all lessons, and dy (4, 2): numbers small enough to follow with a pencil.
+
+    T = 4 tokens, K = 2 routes each, H = 2, I = 1. Expert 0 is popular, expert 1 is not, and token 2's second route is
+    masked, so there are seven rows. Every gate that is computed is 1 or 2. A fourth expert, which no token wants, lets
+    two ranks share them; `experts` is 3 or 4, and anything else is a ValueError.
+    """
+    if experts not in (3, 4):
+        raise ValueError(f"the example has 3 experts, or 4 for two ranks, not {experts}")
+    numbers = partial(torch.tensor, dtype=dtype, device=device)
+    x = numbers([[1, 0], [0, 1], [1, 1], [2, -1]])  # (T, H)
+    topk_ids = torch.tensor([[0, 2], [1, 0], [0, -1], [2, 0]], device=device)  # (T, K)
+    topk_weights = numbers([[0.5, 0.5], [0.75, 0.25], [0.75, 0.25], [0.25, 0.75]])  # (T, K)
+    w_gate = numbers([[1, 1], [0, 2], [1, 0], [0, 1]])  # (E, H): since I = 1, an expert has one gate row
+    w_up = numbers([[2, 1], [1, 1], [1, 1], [1, 0]])
+    w_down = numbers([[1, 0], [0, 1], [1, -1], [1, 1]])
+    dy = numbers([[1, 0], [0, 1], [1, 1], [1, -1]])  # (T, H)
+    w_gate_up = torch.stack([w_gate, w_up], 1)[:experts, :, None]  # (E, 2, I, H)
+    return Inputs(x, topk_ids, topk_weights, w_gate_up, w_down[:experts, :, None]), dy  # w_down (E, H, I)
+
+
+# --8<-- [end:course_example]
 
 
 def load_layer(path: str | Path, device: str | torch.device = "cpu") -> Inputs:

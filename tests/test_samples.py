@@ -1,12 +1,14 @@
 """Random layers have the spread over experts that their routing promises; layers from files are checked by name."""
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from mega_moe.samples import LAYER, ROUTINGS, load_layer, random_inputs
+from mega_moe import moe, reference
+from mega_moe.samples import LAYER, ROUTINGS, course_example, load_layer, random_inputs
 from mega_moe.shapes import Problem
 
 CPU = Problem(T=96, H=32, I=24, E=8, K=2, dtype=torch.bfloat16, device="cpu")
@@ -102,6 +104,39 @@ def test_weights_sum_to_one_in_fp32_and_the_seed_decides_everything():
 def test_an_unknown_routing_names_the_known_ones():
     with pytest.raises(ValueError, match="balanced, random, zipf, hot"):
         random_inputs(CPU, "uniform")
+
+
+# The layer of the lessons.
+
+
+def test_the_lessons_layer_is_what_they_compute_by_hand():
+    """Lesson 0 says: silu(1) and silu(2) are all that is needed. So here is the layer with them and no matrices."""
+    inputs, dy = course_example(dtype=torch.float64)
+    one, two = 1 / (1 + math.exp(-1)), 2 / (1 + math.exp(-2))
+    y, saved = reference.forward(**vars(inputs))
+
+    assert saved.plan.row_start.tolist() == [0, 4, 5, 7]
+    assert saved.plan.token_of_row.tolist() == [0, 1, 2, 3, 1, 0, 3]
+    assert saved.plan.slot_of_row.tolist() == [0, 1, 0, 1, 0, 1, 0]
+    assert saved.pre[:, 0, 0].tolist() == [1, 1, 2, 1, 2, 1, 2]  # gates
+    assert saved.pre[:, 1, 0].tolist() == [2, 1, 3, 3, 1, 1, 1]  # ups
+    by_hand = [
+        [0.5 * 2 * one + 0.5 * one, -0.5 * one],  # experts 0 and 2
+        [0.25 * one, 0.75 * two],  # experts 1 and 0
+        [0.75 * 3 * two, 0],  # expert 0
+        [0.25 * two + 0.75 * 3 * one, -0.25 * two],  # experts 2 and 0
+    ]
+    torch.testing.assert_close(y, torch.tensor(by_hand, dtype=torch.float64))
+    assert dy.shape == y.shape and dy.dtype == y.dtype
+
+
+def test_a_fourth_expert_that_nobody_wants_changes_nothing():
+    (three, _), (four, _) = course_example(), course_example(experts=4)
+    alone = moe(**vars(three), stage="reference")
+    assert four.w_down.shape[0] == 4 and not (four.topk_ids == 3).any()
+    assert torch.equal(moe(**vars(four), stage="reference"), alone)
+    with pytest.raises(ValueError, match="3 experts, or 4 for two ranks, not 2"):
+        course_example(experts=2)
 
 
 # Layers from files.
