@@ -9,9 +9,11 @@
 # %% [markdown]
 # # 0 · The layer in plain torch
 #
+# *[The course](course.md) · next: [1 · One launch for all experts](s1_grouped.md) · the flag: `stage="reference"`*
+#
 # A Mixture-of-Experts layer is a small idea: give every token its own few experts out of many. This lesson takes the
 # layer apart on an example that you can follow with a pencil, forward and backward, and ends with the reason why the
-# layer is a nuisance to a GPU. Everything after this lesson is a remedy.
+# layer is a nuisance to a GPU, predicted and measured. Everything after this lesson is a remedy.
 #
 # You will learn
 #
@@ -28,7 +30,7 @@ import matplotlib.pyplot as plt
 import torch
 from torch.nn.functional import silu
 
-from mega_moe import LADDER, Problem, reference, roofline
+from mega_moe import LADDER, MoE, Problem, recorded, reference, roofline
 from mega_moe.launches import launches
 from mega_moe.reference.backward import (
     combine_backward,
@@ -39,7 +41,7 @@ from mega_moe.reference.backward import (
     swiglu_backward,
 )
 from mega_moe.reference.forward import combine, dispatch, down, gate_up, swiglu
-from mega_moe.samples import random_inputs
+from mega_moe.samples import course_example, random_inputs
 from mega_moe.shapes import PRESETS
 
 torch.set_default_dtype(torch.float64)  # so that differences show mistakes, not rounding
@@ -85,17 +87,15 @@ print(f"weights that a token meets   {p.K * one_expert / 1e6:6.1f} million")
 #
 # Token `t` has K places for experts, its *slots*, and `topk_ids[t, k]` is the expert in its slot `k`. One such choice,
 # the pair `(t, k)`, is a *route*. We take the router's choices as given. Expert 0 is popular, expert 1 is not, and token
-# 2 has only one live route: `-1` masks the other.
+# 2 has only one live route: `-1` masks the other. All lessons take it from the same function:
+#
+# ```python
+# --8<-- "mega_moe/samples.py:course_example"
+# ```
 
 # %%
-x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [2.0, -1.0]])  # (T, H)
-topk_ids = torch.tensor([[0, 2], [1, 0], [0, -1], [2, 0]])  # (T, K)
-topk_weights = torch.tensor([[0.5, 0.5], [0.75, 0.25], [0.75, 0.25], [0.25, 0.75]])  # (T, K)
-
-w_gate = torch.tensor([[1.0, 1.0], [0.0, 2.0], [1.0, 0.0]])  # each expert has one gate row, since I = 1
-w_up = torch.tensor([[2.0, 1.0], [1.0, 1.0], [1.0, 1.0]])
-w_gate_up = torch.stack([w_gate, w_up], 1)[:, :, None]  # (E, 2, I, H): 0 is gate, 1 is up
-w_down = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, -1.0]])[..., None]  # (E, H, I)
+inputs, dy = course_example(dtype=torch.float64)
+x, topk_ids, topk_weights, w_gate_up, w_down = vars(inputs).values()
 show(x=x, topk_ids=topk_ids, topk_weights=topk_weights)
 
 # %% [markdown]
@@ -134,7 +134,8 @@ show(y=y_by_definition)
 # ## The plan: who sits in which row
 #
 # Sort the routes by expert, keep the order of tokens within an expert, and give every route a *row*. Now each expert's
-# rows lie side by side, as one dense matrix. Four small arrays hold the plan, and each reads as a function:
+# rows lie side by side, as one dense matrix. Four small arrays hold the plan, and each reads as a function. (The example
+# in the docstring is another one, with an expert that has no rows.)
 #
 # ```python
 # --8<-- "reference/routing.py:plan"
@@ -270,7 +271,6 @@ torch.testing.assert_close(y, y_by_definition)
 # watch the five steps.
 
 # %%
-dy = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [1.0, -1.0]])
 weight_of_row = topk_weights[plan.token_of_row, plan.slot_of_row]
 
 dy_rows = combine_backward(dy, plan)
@@ -350,42 +350,121 @@ for experts in (4, 16, 64):
 
 # %% [markdown]
 # **Bytes travel for nothing.** `rows`, `pre`, `act` and `out` are written to memory by one step, only to be read by the
-# next. Here is what each step of forward asks of an H200 for one layer of Qwen3-30B-A3B with 16,384 tokens: the time
-# that its arithmetic needs at the data sheet's rate, and the time that its bytes need.
+# next. Here is what each step asks of an H200 for one layer of Qwen3-30B-A3B with 16,384 tokens: the time that its
+# arithmetic needs at the data sheet's rate, and the time that its bytes need.
 
 # %%
 h200 = roofline.ceiling("NVIDIA H200")
-print("step        GFLOP     MB   arithmetic   memory")
-for step, cost in roofline.steps(p, "forward").items():
-    arithmetic, memory = cost.flops / (h200.tflops(p.dtype) * 1e9), cost.bytes / (h200.gb_per_s * 1e6)
-    print(f"{step:9} {cost.flops / 1e9:7.0f} {cost.bytes / 1e6:6.0f}   {arithmetic:7.2f} ms   {memory:5.2f} ms")
-print(f"\nthe least that any implementation pays: {roofline.allowed_ms(p, 'forward', h200):.2f} ms")
+
+
+def needs(cost):
+    """Milliseconds of an H200 by its data sheet: for the arithmetic of a step, and for its bytes."""
+    return cost.flops / (h200.tflops(p.dtype) * 1e9), cost.bytes / (h200.gb_per_s * 1e6)
+
+
+for direction in roofline.DIRECTIONS:
+    print(f"{direction:8}    GFLOP     MB   arithmetic   memory")
+    for step, cost in roofline.steps(p, direction).items():
+        arithmetic, memory = needs(cost)
+        print(f"  {step:9} {cost.flops / 1e9:6.0f} {cost.bytes / 1e6:6.0f}   {arithmetic:7.2f} ms   {memory:5.2f} ms")
 
 # %% [markdown]
-# Three of the five steps compute nothing to speak of and move bytes only. The ladder of this project removes these
-# costs one at a time. [The next lesson](s1_grouped.md) takes the first: no loop over experts, no waiting host.
+# Three of the five steps compute nothing to speak of and move bytes only.
 #
-# ## Exercise
+# **Predicted, and measured.** The least that any implementation pays is all the arithmetic, or each input and output
+# once, whichever takes longer. Five separate steps pay each step's own minimum, one after the other. And this is what the
+# clock says, in [the newest record](../results.md): this rung, then the same steps in plain torch as trainers run them
+# today, with `F.grouped_mm` for the products, then nothing but matrix products of the same flops, by the vendor.
+
+# %%
+record = recorded.newest()
+print(record, "\n")
+print(f"{'ms':49} {'forward':>9} {'backward':>9}")
+for shape in record.problems:
+    p, both = PRESETS[shape], roofline.DIRECTIONS
+    print(shape)
+    lines = {"predicted: the least of all": [roofline.allowed_ms(p, direction, h200) for direction in both]}
+    steps = [[max(needs(cost)) for cost in roofline.steps(p, direction).values()] for direction in both]
+    lines["predicted: five steps, each at its own least"] = [sum(ms) for ms in steps]
+    for contestant, words in {
+        "reference": "this rung",
+        "torch": "plain torch",
+        "torch-compiled": "plain torch, torch.compile",
+        "cublas": "matrix products alone",
+    }.items():
+        lines[f"measured: {words}"] = [record.ms(shape, contestant, direction) for direction in both]
+    for words, times in lines.items():
+        if all(times):
+            print(f"    {words:45} {times[0]:9.2f} {times[1]:9.2f}")
+
+# %% [markdown]
+# Two gaps are worth a long look. Between the products alone and the least of all lies what the card does not hold: its
+# clocks fall under load, below those of the data sheet. Between the products alone and plain torch lies all the rest,
+# and that is what this course is about. The ladder takes it away one cost at a time, and [the next
+# lesson](s1_grouped.md) takes the first: no loop over experts, no waiting host.
 #
-# A colleague keeps `weighted_out = weight * out` from forward, because combine needs it anyway, and computes the
-# router's gradient as `<dy, weighted_out> / weight`. It passes all tests with random weights. Find an input on which
-# the colleague's formula fails and ours does not, and say what the right answer is there.
+# ## The flag
+#
+# In a model it is one word, and it may change between two steps. So a rung that you doubt can be asked beside this one:
+
+# %%
+torch.manual_seed(0)
+layer = MoE(hidden_size=16, intermediate_size=12, num_experts=3, top_k=2, stage="reference", dtype=torch.float64)
+tokens = torch.randn(4, 16)
+loss = layer(tokens).square().mean()
+loss.backward()
+norm = layer.experts.down_proj.grad.norm()
+print(f'stage="{layer.stage}": loss {loss.item():.6f}, norm of the gradient of down_proj {norm.item():.6f}')
+
+# %% [markdown]
+# ## Exercises
+#
+# Work them out with a pencil, then open the answer. Below each answer stands a cell that checks it: in a notebook, write
+# your own `answer` there and run it.
+#
+# **1.** The router unmasks token 2's second route and sends it to expert 1: `topk_ids[2]` is `[0, 1]` now. What becomes
+# of `row_start`? Which row does the new route get, and what are the two numbers of $y_2$?
 #
 # ??? success "Answer"
-#     A router weight of exactly zero: the colleague divides 0 by 0. The gradient there is as real as anywhere else,
-#     $\langle dy, \mathrm{out} \rangle$: it says whether that expert *should* get a say. A weight of zero happens: a
-#     softmax in low precision underflows, and some routers switch routes off that way. The same holds for weights that
-#     are merely tiny: the quotient of two rounded tiny numbers is noise.
+#     Expert 1 has two rows now, and all of expert 2's move down by one: `row_start` is 0, 4, 6, 8. Within an expert rows
+#     keep the order of the tokens, and token 1 comes before token 2, so the new route has row 5. At expert 1 token 2 has
+#     gate $0 \cdot 1 + 2 \cdot 1 = 2$ and up $1 + 1 = 2$, so act is $1.7616 \cdot 2 = 3.5232$, and out $(0, 3.5232)$. A
+#     quarter of it is added to what token 2 had: $0.75 \cdot 1.7616 \cdot 3 = 3.9636$. So $y_2 = (3.9636, 0.8808)$.
 
 # %% tags=["solution"]
-some_zero = topk_weights.clone()
-some_zero[0, 1] = 0
+answer = dict(row_start=[0, 4, 6, 8], row=5, y=[3.9636, 0.8808])
 
-weighted_out = some_zero[plan.token_of_row, plan.slot_of_row, None] * out
-colleague = (dy_rows * weighted_out).sum(-1) / some_zero[plan.token_of_row, plan.slot_of_row]
-ours = router_weights_backward(dact, act, some_zero, plan)
+unmasked = topk_ids.clone()
+unmasked[2, 1] = 1
+plan_then = reference.plan(unmasked, num_experts=3)
+y_then, _ = reference.forward(x, unmasked, topk_weights, w_gate_up, w_down)
+print(f"row_start {plan_then.row_start.tolist()}, row {plan_then.row_of_slot[2, 1]}, y[2] {y_then[2]}")
+assert plan_then.row_start.tolist() == answer["row_start"] and plan_then.row_of_slot[2, 1] == answer["row"]
+torch.testing.assert_close(y_then[2], torch.tensor(answer["y"]), atol=1e-4, rtol=0)
+
+# %% [markdown]
+# **2.** A colleague keeps `weighted_out = weight * out` from forward, because combine needs it anyway, and computes the
+# router's gradient as `<dy, weighted_out> / weight`. It passes all tests with random weights. For which router weight
+# does the colleague's formula fail, where ours does not? What is the right gradient of token 0's second route there?
+#
+# ??? success "Answer"
+#     For a weight of exactly zero: the colleague divides 0 by 0. The gradient there is as real as anywhere else,
+#     $\langle dy, \mathrm{out} \rangle$: it says whether that expert *should* get a say. Here it is
+#     $1 \cdot 0.7311 + 0 \cdot (-0.7311)$. A weight of zero happens: a softmax in low precision underflows, and some
+#     routers switch routes off that way. The same holds for weights that are merely tiny: the quotient of two rounded
+#     tiny numbers is noise.
+
+# %% tags=["solution"]
+answer = dict(weight=0.0, gradient=0.7311)
+
+some = topk_weights.clone()
+some[0, 1] = answer["weight"]
+weighted_out = some[plan.token_of_row, plan.slot_of_row, None] * out
+colleague = (dy_rows * weighted_out).sum(-1) / some[plan.token_of_row, plan.slot_of_row]
+ours = router_weights_backward(dact, act, some, plan)
 
 row = plan.row_of_slot[0, 1]
 print(f"colleague {colleague[row]:.4f}, ours {ours[0, 1]:.4f}, by definition {(dy[0] * out[row]).sum():.4f}")
 assert colleague[row].isnan()
 torch.testing.assert_close(ours[0, 1], (dy[0] * out[row]).sum())
+torch.testing.assert_close(ours[0, 1].item(), answer["gradient"], atol=1e-4, rtol=0)

@@ -9,6 +9,9 @@
 # %% [markdown]
 # # 1 · One launch for all experts
 #
+# *Before: [0 · The layer in plain torch](s0_reference.md) · next: [2 · SwiGLU in the epilogue](s2_swiglu.md) · the flag:
+# `stage="grouped"`*
+#
 # [Lesson 0](s0_reference.md) looped over experts. This rung, `stage="grouped"`, has no loop: one launch multiplies the
 # rows of all experts, whatever number of rows each of them has, and the host never asks the device how many there are.
 #
@@ -23,11 +26,10 @@
 # Where there is no GPU the same kernels run in Triton's interpreter. It is slow, but right.
 
 # %%
+import difflib
 import inspect
-import json
 import os
 import textwrap
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
@@ -35,8 +37,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads this when it is imported, below
 
-import mega_moe
-from mega_moe import LADDER, Problem, moe, roofline, routing
+from mega_moe import LADDER, MoE, Problem, recorded, roofline, routing
 from mega_moe import reference as plain_torch
 from mega_moe.kernels.blocks import blocks_of_target
 from mega_moe.kernels.combine import combine, dispatch_backward
@@ -47,7 +48,7 @@ from mega_moe.kernels.swiglu import swiglu, swiglu_backward
 from mega_moe.kernels.weights import readable
 from mega_moe.launches import launches
 from mega_moe.parity import Oracle, worst_row
-from mega_moe.samples import random_inputs
+from mega_moe.samples import course_example, random_inputs
 from mega_moe.shapes import PRESETS, Inputs, Need
 from mega_moe.stages import s1_grouped
 
@@ -66,14 +67,8 @@ def show(**tensors):
 # The running example of lesson 0, in fp32 now, since kernels do not compute in float64:
 
 # %%
-x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [2.0, -1.0]])  # (T, H)
-topk_ids = torch.tensor([[0, 2], [1, 0], [0, -1], [2, 0]])  # (T, K)
-topk_weights = torch.tensor([[0.5, 0.5], [0.75, 0.25], [0.75, 0.25], [0.25, 0.75]])  # (T, K)
-w_gate = torch.tensor([[1.0, 1.0], [0.0, 2.0], [1.0, 0.0]])
-w_up = torch.tensor([[2.0, 1.0], [1.0, 1.0], [1.0, 1.0]])
-w_gate_up = torch.stack([w_gate, w_up], 1)[:, :, None]  # (E, 2, I, H)
-w_down = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, -1.0]])[..., None]  # (E, H, I)
-dy = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [1.0, -1.0]])
+inputs, dy = course_example(device=device)
+x, topk_ids, topk_weights, w_gate_up, w_down = vars(inputs).values()
 T, K, E, H, I = 4, 2, 3, 2, 1
 
 # %% [markdown]
@@ -154,9 +149,26 @@ axes.tick_params(left=False)
 plt.show()
 
 # %% [markdown]
-# Most of the time is matrix products, even at the ceiling. So the first thing to get right is one fast product for all
-# experts, and the first thing to get rid of is whatever keeps the device from running it. That is this rung. The
-# hatched bars stay: they are what the rungs above take away.
+# And measured, on the layer of the newest record that has the rung below: the same two predictions, and the clock.
+
+# %%
+record = recorded.newest()
+print(record)
+for name in [name for name in record.problems if record.ms(name, "reference", "forward")]:
+    shape = PRESETS[name]
+    for direction in roofline.DIRECTIONS:
+        at_once = roofline.allowed_ms(shape, direction, h200)
+        steps = sum(bound(cost)[0] for cost in roofline.steps(shape, direction).values())
+        below = record.ms(name, "reference", direction)
+        times = f"at once {at_once:.2f} ms, five steps {steps:.2f} ms; measured, rung reference {below:.2f} ms"
+        print(f"{name}, {direction:8}  {times}: {below / steps:.1f} times as long")
+
+# %% [markdown]
+# The five steps themselves explain a small part. The rest is what a loop adds: launches, waits, and products of one
+# expert that may be too small to fill the chip. (How much of it is which was not measured.) Even at the ceiling, most of
+# the time is matrix products. So the first thing to get right is one fast product for all experts, and the first thing
+# to get rid of is whatever keeps the device from running it. That is this rung. The hatched bars stay: they are what the
+# rungs above take away.
 #
 # ## The plan, made on the device
 #
@@ -391,35 +403,23 @@ show(dtopk_weights=dtopk_weights, dx=dx, dw_down=dw_down.squeeze(-1))
 #     --8<-- "mega_moe/kernels/swiglu.py:backward"
 #     ```
 #
-# ## Beside the reference
+# ## What changed in the recipe
 #
-# Put together, this is the recipe of `stage="grouped"`, each direction below the reference's. Step answers step. What is
-# new is what each name stands for, a launch instead of a loop, and that a gradient which nobody needs is not computed.
+# Put together, this is the recipe of `stage="grouped"`: each direction beside the reference's, with `-` before lines of
+# `reference/` and `+` before those of the stage file. Step answers step. What is new is what each name stands for, a
+# launch instead of a loop, and that a gradient which nobody needs is not computed.
 
 
-# %% tags=["hide-input"]
+# %% tags=["hide-input", "diff"]
 def body(function):
     """The function's source below its docstring."""
-    return textwrap.dedent(inspect.getsource(function).split('"""')[-1].strip("\n"))
+    return textwrap.dedent(inspect.getsource(function).split('"""')[-1].strip("\n")).splitlines()
 
 
-recipes = {
-    "reference/forward.py": plain_torch.forward,
-    "mega_moe/stages/s1_grouped.py, forward": s1_grouped.forward,
-    "reference/backward.py": plain_torch.backward,
-    "mega_moe/stages/s1_grouped.py, backward": s1_grouped.backward,
-}
-print(*(f"# {place}\n{body(function)}" for place, function in recipes.items()), sep="\n\n")
-
-# %% [markdown]
-# To a user it is one word. Ask for either rung and get the same layer, gradients included:
-
-# %%
-for stage in ("reference", "grouped"):
-    leaves = [t.clone().requires_grad_() for t in (x, topk_weights, w_gate_up, w_down)]
-    moe(leaves[0], topk_ids, *leaves[1:], stage=stage).backward(dy)
-    grads = [f"{grad:.4f}" for grad in leaves[1].grad.flatten()]
-    print(f"{stage:9} dtopk_weights", *grads)
+for direction in roofline.DIRECTIONS:
+    recipes = [body(getattr(module, direction)) for module in (plain_torch, s1_grouped)]
+    places = f"reference/{direction}.py", f"mega_moe/stages/s1_grouped.py, {direction}"
+    print(*difflib.unified_diff(*recipes, *places, n=0, lineterm=""), "", sep="\n")
 
 # %% [markdown]
 # ## Is it right?
@@ -464,55 +464,97 @@ assert verdict.failed == ["y"]
 # [a page of its own](../measuring.md).
 
 # %% tags=["hide-input"]
-records = sorted(Path(mega_moe.__file__).parents[1].glob("docs/results/*.json"))
-if records:
-    record = json.loads(records[-1].read_text())
-    machine = record["machine"]
-    print(f"{machine['device']}, {machine['date']}, torch {machine['torch']}, triton {machine['triton']}, medians")
-    for shape in record["problems"]:
-        times = {(r["contestant"], r["direction"]): r for r in record["rows"] if r["shape"] == shape and not r["gemm"]}
-        if ("grouped", "forward") not in times:  # this layer was recorded without this rung
-            continue
-        print(f"\n{shape:36}{'forward':>22}{'forward + backward':>22}")
-        for contestant in ("reference", "grouped", "torch", "torch-compiled", "cublas"):
-            both = [times.get((contestant, direction)) for direction in ("forward", "forward+backward")]
-            if all(both):
-                cells = [f"{row['ms']['median']:.2f} ms, {row['tflops']:3.0f} TF/s" for row in both]
-                print(f"{both[0]['label']:36}{cells[0]:>22}{cells[1]:>22}")
-else:
-    print("No record is here: recorded runs are in docs/results of the checkout. On a GPU, `make bench` measures.")
+print(record)
+for shape in record.problems:
+    if not record.ms(shape, "grouped", "forward"):  # this layer was recorded without this rung
+        continue
+    print(f"\n{shape:36}{'forward':>22}{'forward + backward':>22}")
+    for contestant in ("reference", "grouped", "torch", "torch-compiled", "cublas"):
+        both = [record.rows.get((shape, contestant, direction)) for direction in ("forward", "forward+backward")]
+        if all(both):
+            cells = [f"{row['ms']['median']:.2f} ms, {row['tflops']:3.0f} TF/s" for row in both]
+            print(f"{both[0]['label']:36}{cells[0]:>22}{cells[1]:>22}")
 
 # %% [markdown]
 # What is left to gain is in the figure above, hatched: rows, pre, act and out still go to memory and back between
 # kernels that do nothing else with them, and each of those kernels is a launch. [The next rung](s2_swiglu.md) starts
 # there: it does SwiGLU while gate and up are still in registers.
 #
-# ## Exercise
+# ## The flag
 #
-# On an H200 a block holds 128 rows. Take the busy and the idle experts of lesson 0: 16,384 tokens, 8 of 128 experts,
-# once balanced and once by Zipf's law.
+# To a user it is one word. The same layer by either rung, gradients included:
+
+# %%
+torch.manual_seed(0)
+layer = MoE(hidden_size=16, intermediate_size=12, num_experts=3, top_k=2, device=device)
+tokens = torch.randn(4, 16)
+for name in ("reference", "grouped"):
+    layer.stage = name
+    layer.zero_grad()
+    loss = layer(tokens).square().mean()
+    loss.backward()
+    norm = layer.experts.down_proj.grad.norm()
+    print(f'stage="{layer.stage}": loss {loss.item():.6f}, norm of the gradient of down_proj {norm.item():.6f}')
+
+# %% [markdown]
+# ## Exercises
 #
-# 1. How many blocks does the host launch? How many of them hold rows?
-# 2. A partly filled block multiplies all of its 128 rows. What share of the multiplication is padding?
-# 3. Why does the host not launch exactly the blocks that hold rows?
+# **1.** On an H200 a block holds 128 rows. Take the busy and the idle experts of lesson 0: 16,384 tokens, 8 of 128
+# experts. How many blocks does the host launch? How many of them hold rows if all experts are equally busy? A partly
+# filled block multiplies all of its 128 rows: by Zipf's law, what share of the multiplication is padding? And why does
+# the host not launch exactly the blocks that hold rows?
 #
 # ??? success "Answer"
-#     1. It launches $\lfloor R/128 \rfloor + E = 1024 + 128 = 1152$, always. Balanced, every expert has 1,024 rows,
-#        which is eight full blocks: 1,024 blocks hold rows, and 128 programs (for each block of columns) leave at once.
-#        By Zipf's law about 1,087 hold rows.
-#     2. Balanced: none. Zipf: on average half a block for each expert, 64 of the mean 1,024 rows, so about 6 %. It
-#        grows as experts get more and tokens fewer: with 64 rows an expert, half of a block of 128 is padding.
-#     3. It does not know how many there are. The number is on the device, and to fetch it the host would have to wait
-#        for everything it has queued before: all kernels of the layers below.
+#     It launches $\lfloor R/128 \rfloor + E = 1024 + 128 = 1152$, always. Balanced, every expert has 1,024 rows, which is
+#     eight full blocks: 1,024 blocks hold rows, and 128 programs (for each block of columns) leave at once. By Zipf's law
+#     an expert leaves on average half a block empty, 64 rows beside the mean 1,024, so about 6 %. It grows as experts get
+#     more and tokens fewer: with 64 rows an expert, half of a block of 128 is padding. The host does not launch just what
+#     is needed because it does not know how much that is. The number is on the device, and to fetch it the host would
+#     have to wait for everything it has queued before: all kernels of the layers below.
 
 # %% tags=["solution"]
+answer = dict(launched=1152, hold_rows=1024, padding=0.06)
+
 BLOCK_R = blocks_of_target("sm_90", torch.bfloat16).rows.BLOCK_R
 routing_only = PRESETS["qwen3-30b-a3b"].at(H=1, I=1, device=device, dtype=torch.float32)
+assert routing_only.R // BLOCK_R + routing_only.E == answer["launched"]
+holding = {}
 for name in ("balanced", "zipf"):
-    ids = random_inputs(routing_only, name)[0].topk_ids
-    rows_of_expert = ids.flatten().bincount(minlength=routing_only.E)
-    holding = ((rows_of_expert + BLOCK_R - 1) // BLOCK_R).sum().item()
-    launched = routing_only.R // BLOCK_R + routing_only.E
-    padding = 1 - routing_only.R / (holding * BLOCK_R)
-    print(f"{name:8} {launched} blocks launched, {holding} hold rows, {padding:.1%} of the multiplication is padding")
-    assert holding <= launched == 1152 and padding < 0.07
+    rows_of_expert = random_inputs(routing_only, name)[0].topk_ids.flatten().bincount(minlength=routing_only.E)
+    holding[name] = ((rows_of_expert + BLOCK_R - 1) // BLOCK_R).sum().item()
+padding = 1 - routing_only.R / (holding["zipf"] * BLOCK_R)
+print(f"blocks that hold rows: {holding}; by Zipf's law {padding:.1%} of the multiplication is padding")
+assert holding["balanced"] == answer["hold_rows"]
+assert abs(padding - answer["padding"]) < 0.004
+
+# %% [markdown]
+# **2.** Somebody simplifies the formula: $\mathrm{first\_block}(e) = \lfloor \mathrm{row\_start}[e] / B \rfloor$, with
+# nothing added, and $\lfloor R/B \rfloor$ blocks. Follow it on the running example with B = 2. Which row does nobody
+# multiply any more? Whose token is that? And is there a B with which it would be right for every routing?
+#
+# ??? success "Answer"
+#     First blocks are 0, 2, 2: experts 1 and 2 begin in the same block. The count finds the last of them, so block 2 is
+#     expert 2's, and expert 1 has none. Row 4 is lost, which is token 1 (its slot 0). A block may belong to one expert
+#     only, so each expert that begins in the middle of a block needs one of its own: that is the spare. With B = 1
+#     nobody begins in the middle of anything, and the formula is right, if wasteful in another way.
+
+# %% tags=["solution"]
+answer = dict(row=4, token=1, right_B=1)
+
+
+def lost(starts, B):
+    """The rows that are in no block of the simplified formula."""
+    first_block = [start // B for start in starts[:-1]]
+    found = set()
+    for block in range(starts[-1] // B + (starts[-1] % B > 0)):
+        expert = sum(first <= block for first in first_block) - 1
+        row = starts[expert] + (block - first_block[expert]) * B
+        found |= set(range(row, min(row + B, starts[expert + 1])))
+    return sorted(set(range(starts[-1])) - found)
+
+
+print(f"lost: rows {lost(row_start, 2)}, tokens {[plan.token_of_row[row].item() for row in lost(row_start, 2)]}")
+assert lost(row_start, 2) == [answer["row"]] and plan.token_of_row[answer["row"]] == answer["token"]
+routings = torch.randint(9, (200, 5), generator=torch.Generator(device).manual_seed(0)).cumsum(1).tolist()
+right = [B for B in range(1, 9) if not any(lost([0, *starts], B) for starts in routings)]
+assert right == [answer["right_B"]]

@@ -9,6 +9,9 @@
 # %% [markdown]
 # # 2 · SwiGLU in the epilogue
 #
+# *Before: [1 · One launch for all experts](s1_grouped.md) · next: [3 · No copies](s3_gather.md) · the flag:
+# `stage="swiglu"`*
+#
 # [Lesson 1](s1_grouped.md) made every step one launch. Between its launches stands memory: gate_up writes pre, only for
 # swiglu to read it, and backward does the same with dact. This rung, `stage="swiglu"`, computes SwiGLU and its backward
 # in the *epilogue* of a matrix product, the few lines after its loop, while the operands are still in registers.
@@ -25,10 +28,8 @@
 # %%
 import difflib
 import inspect
-import json
 import os
 from itertools import permutations
-from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib.pyplot as plt
@@ -37,8 +38,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads this when it is imported, below
 
-import mega_moe
-from mega_moe import LADDER, Problem, roofline
+from mega_moe import LADDER, MoE, Problem, recorded, roofline
 from mega_moe.kernels.blocks import blocks_of_target
 from mega_moe.kernels.dispatch import dispatch
 from mega_moe.kernels.fused_swiglu import dact_swiglu, gate_up_swiglu
@@ -48,7 +48,7 @@ from mega_moe.kernels.swiglu import swiglu, swiglu_backward
 from mega_moe.kernels.weights import readable
 from mega_moe.launches import launches
 from mega_moe.parity import Oracle
-from mega_moe.samples import random_inputs
+from mega_moe.samples import course_example, random_inputs
 from mega_moe.shapes import PRESETS, Grads, Inputs, Need
 from mega_moe.stages import s1_grouped, s2_swiglu
 
@@ -166,6 +166,28 @@ def predicted(p, ceiling, hidden):
 for hidden, words in ((True, "epilogues hide"), (False, "they do not")):
     forward, backward = predicted(shape, h200, hidden)
     print(f"if {words:14}  forward saves {forward:.3f} ms, backward {backward:.3f} ms")
+
+# %% [markdown]
+# And measured? The record has the rung below as a whole, and each of its products alone. What the products leave of a
+# direction is its passes over memory (dispatch, swiglu, combine), the plan, and the gaps between launches:
+
+# %% tags=["hide-input"]
+record = recorded.newest()
+print(record)
+PRODUCTS = dict(forward=("gate_up", "down"), backward=("dact", "dw_down", "drows", "dw_gate_up"))
+for name in record.problems:
+    for direction, products in PRODUCTS.items():
+        whole = record.ms(name, "grouped", direction)
+        alone = [record.ms(name, "grouped", product) for product in products]
+        if whole and all(alone):
+            p = PRESETS[name]
+            passes = {step: cost.bytes for step, cost in roofline.steps(p, direction).items() if not cost.flops}
+            if direction == "backward":
+                passes["dispatch"] += (p.T + p.R) * p.H * p.dtype.itemsize  # x, once more
+            least = {step: size / h200.gb_per_s / 1e6 for step, size in passes.items()}
+            print(f"{name}, {direction}: {whole:.2f} ms, less products {sum(alone):.2f}: {whole - sum(alone):.2f} ms")
+            words = ", ".join(f"{step} {ms:.2f}" for step, ms in least.items())
+            print(f"    predicted for the passes: {sum(least.values()):.2f} ms ({words})")
 
 # %% [markdown]
 # ## The idea
@@ -348,17 +370,11 @@ assert differ > 0
 #
 # ## The running example
 #
-# The four tokens of lesson 1, through the new kernels and beside the old ones:
+# The four tokens of [lesson 0](s0_reference.md#the-running-example), through the new kernels and beside the old ones:
 
 # %%
-x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [2.0, -1.0]])  # (T, H)
-topk_ids = torch.tensor([[0, 2], [1, 0], [0, -1], [2, 0]])  # (T, K)
-topk_weights = torch.tensor([[0.5, 0.5], [0.75, 0.25], [0.75, 0.25], [0.25, 0.75]])  # (T, K)
-w_gate = torch.tensor([[1.0, 1.0], [0.0, 2.0], [1.0, 0.0]])
-w_up = torch.tensor([[2.0, 1.0], [1.0, 1.0], [1.0, 1.0]])
-w_gate_up = torch.stack([w_gate, w_up], 1)[:, :, None]  # (E, 2, I, H)
-w_down = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, -1.0]])[..., None]  # (E, H, I)
-dy = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [1.0, -1.0]])
+example, dy = course_example(device=device)
+x, topk_ids, topk_weights, w_gate_up, w_down = vars(example).values()
 
 plan = make_plan(topk_ids, len(w_down))
 rows, dy_rows = dispatch(x, plan), dispatch(dy, plan)
@@ -386,7 +402,7 @@ show(pre=pre[:live].squeeze(-1), act=act[:live], dpre=dpre[:live].squeeze(-1), d
 # docstring: lines that begin with `-` are the rung below's, those with `+` are new.
 
 
-# %% tags=["hide-input"]
+# %% tags=["hide-input", "diff"]
 def code(module):
     """The lines of a stage file below its docstring."""
     return inspect.getsource(module).split('"""', 2)[2].lstrip().splitlines()
@@ -521,14 +537,9 @@ assert verdict.failed == ["dtopk_weights"]
 # clock says, and what became of the two products that now have SwiGLU in their epilogues.
 
 # %% tags=["hide-input"]
-records = sorted(Path(mega_moe.__file__).parents[1].glob("docs/results/*.json"))
-record = json.loads(records[-1].read_text()) if records else {"machine": {}, "problems": {}}
-if records:
-    machine = record["machine"]
-    print(f"{machine['device']}, {machine['date']}, torch {machine['torch']}, triton {machine['triton']}, medians")
-for name in record["problems"]:
-    rows = [row for row in record["rows"] if row["shape"] == name]
-    times = {(row["contestant"], row["gemm"] or row["direction"]): row for row in rows}
+print(record)
+for name in record.problems:
+    times = {key[1:]: row for key, row in record.rows.items() if key[0] == name}
     if ("swiglu", "forward") not in times:
         continue
     print(f"\n{name:36}{'forward':>22}{'backward':>22}")
@@ -537,7 +548,7 @@ for name in record["problems"]:
         if all(both):
             cells = [f"{row['ms']['median']:.2f} ms, {row['tflops']:3.0f} TF/s" for row in both]
             print(f"{both[0]['label']:36}{cells[0]:>22}{cells[1]:>22}")
-    ceiling = roofline.ceiling(machine["device"])
+    ceiling = roofline.ceiling(record.machine["device"])
     if name in PRESETS and ceiling:
         for hidden, words in ((True, "if epilogues hide"), (False, "if they do not")):
             cells = [f"{ms:.2f} ms" for ms in predicted(PRESETS[name], ceiling, hidden)]
@@ -550,9 +561,7 @@ for name in record["problems"]:
         if ("grouped", product) in times and ("swiglu", product) in times:
             old, new = (times[c, product]["ms"]["median"] for c in ("grouped", "swiglu"))
             print(f"    {product} alone {old:.2f} ms, with {fused} in the epilogue {new:.2f} ms")
-if not records:
-    print("No record is here: recorded runs are in docs/results of the checkout. On a GPU, `make bench` measures.")
-elif not any(row["contestant"] == "swiglu" for row in record["rows"]):
+if record and not any(contestant == "swiglu" for _, contestant, _ in record.rows):
     print("\nThis rung is not recorded yet. On a GPU, `make bench` measures.")
 
 # %% [markdown]
@@ -571,30 +580,54 @@ elif not any(row["contestant"] == "swiglu" for row in record["rows"]):
 # rung to hide. The next one takes the largest tensors that are left: rows, dy_rows, out and drows, (R, H) each, which
 # are copies and little more.
 #
+# ## The flag
+
+# %%
+torch.manual_seed(0)
+layer = MoE(hidden_size=16, intermediate_size=12, num_experts=3, top_k=2, device=device)
+tokens = torch.randn(4, 16)
+for name in ("grouped", "swiglu"):
+    layer.stage = name
+    layer.zero_grad()
+    loss = layer(tokens).square().mean()
+    loss.backward()
+    norm = layer.experts.down_proj.grad.norm()
+    print(f'stage="{layer.stage}": loss {loss.item():.6f}, norm of the gradient of down_proj {norm.item():.6f}')
+
+# %% [markdown]
 # ## Exercises
 #
 # **1.** How many bytes fewer travel on this rung than on the one below, in one layer of qwen3-30b-a3b, forward and
-# backward together? How long does an H200's memory take for them? The figure at the top promised more than that. Why?
+# backward together? How long does an H200's memory take for them? If epilogues hide, the roofline promised more than that.
+# How much, and why?
 #
-# **2.** In the figure, arithmetic and memory of `dact_swiglu` end almost together. Keep I = 768 and E = 128 with 1,024
-# rows an expert. For which H does the product no longer cover its epilogue's bytes?
-#
-# ??? success "Answers"
-#     1. Forward: pre is written but not read back, $4RI$ bytes fewer, 403 MB. Backward: dact is neither written nor
-#        read, twice $2RI$, 403 MB. Together 805 MB, 0.17 ms at 4,800 GB/s. (The parts, 3 MB, are in the noise.) The
-#        figure promised 0.38 ms, since it also takes the bytes that remain to travel under arithmetic: act, pre and
-#        dpre move as before, but in a kernel that has other things to do meanwhile, if it has.
-#     2. Per row, arithmetic takes $2HI / 989.5\,\mathrm{TF/s}$. Bytes: $2H$ for dy, $10I$ in the epilogue (pre in, dpre
-#        and the weighted act out), and the expert's weight shared by its 1,024 rows, $2HI/1024$; all over
-#        $4.8\,\mathrm{TB/s}$. Both are equal at H = 1,945: below that memory decides. The layer's 2,048 is barely above.
-#        Against the data sheet, that is: under load the matrix units are slower than it says, and cover a little more.
+# ??? success "Answer"
+#     Forward: pre is written but not read back, $4RI$ bytes fewer, 403 MB. Backward: dact is neither written nor read,
+#     twice $2RI$, 403 MB. Together 805 MB, 0.17 ms at 4,800 GB/s. (The parts, 3 MB, are in the noise.) The roofline
+#     promised 0.38 ms, since it also takes the bytes that remain to travel under arithmetic: act, pre and dpre move as
+#     before, but in a kernel that has other things to do meanwhile, if it has.
 
 # %% tags=["solution"]
+answer = dict(MB=805, ms=0.17, promised=0.38)
+
 fewer = [sum(sum(bill[k][1:]) for k in old) - sum(bill[new][1:]) for *old, new in (list(bill)[:3], list(bill)[3:])]
-print(fewer, sum(fewer) / h200.gb_per_s / 1e6)
-assert fewer == [4 * shape.R * shape.I] * 2 and round(sum(fewer) / 1e6) == 805
-assert round(sum(fewer) / h200.gb_per_s / 1e6, 2) == 0.17
-assert round(sum(predicted(shape, h200, hidden=True)), 2) == 0.38
+print(f"bytes fewer, forward and backward: {fewer}; {sum(fewer) / h200.gb_per_s / 1e6:.3f} ms")
+assert fewer == [4 * shape.R * shape.I] * 2 and round(sum(fewer) / 1e6) == answer["MB"]
+assert round(sum(fewer) / h200.gb_per_s / 1e6, 2) == answer["ms"]
+assert round(sum(predicted(shape, h200, hidden=True)), 2) == answer["promised"]
+
+# %% [markdown]
+# **2.** In the first figure, arithmetic and memory of `dact_swiglu` end almost together. Keep I = 768 and E = 128 with
+# 1,024 rows an expert. What is the smallest H for which the product covers its epilogue's bytes?
+#
+# ??? success "Answer"
+#     Per row, arithmetic takes $2HI / 989.5\,\mathrm{TF/s}$. Bytes: $2H$ for dy, $10I$ in the epilogue (pre in, dpre and
+#     the weighted act out), and the expert's weight shared by its 1,024 rows, $2HI/1024$; all over
+#     $4.8\,\mathrm{TB/s}$. Both are equal at H = 1,945: below that memory decides. The layer's 2,048 is barely above.
+#     Against the data sheet, that is: under load the matrix units are slower than it says, and cover a little more.
+
+# %% tags=["solution"]
+answer = 1945
 
 
 def covered(H):
@@ -605,5 +638,5 @@ def covered(H):
 tile = blocks_of_target("sm_90", torch.bfloat16).dact  # whose sizes the text counts with
 assert (tile.BLOCK_R, tile.BLOCK_N, tile.CHUNK, tile.num_warps, tile.num_stages) == (128, 256, 32, 8, 4)
 least = next(H for H in range(1, 4096) if covered(H))
-print(least)
-assert least == 1945
+print(f"the least H: {least}")
+assert least == answer

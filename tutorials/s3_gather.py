@@ -9,6 +9,9 @@
 # %% [markdown]
 # # 3 · No copies: gather in the loads, store by slot
 #
+# *Before: [2 · SwiGLU in the epilogue](s2_swiglu.md) · next: [4 · Resident programs](s4_persistent.md) · the flag:
+# `stage="gather"`*
+#
 # [Lesson 2](s2_swiglu.md) took SwiGLU out of memory's way. What is left between the matrix products is copying: x is
 # dispatched to rows, dy too, and then x again. This rung, `stage="gather"`, copies nothing. A product loads its rows
 # from the tokens themselves, and stores its results where combine wants them.
@@ -25,10 +28,8 @@
 # %%
 import difflib
 import inspect
-import json
 import os
 from itertools import permutations
-from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib.pyplot as plt
@@ -37,8 +38,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads this when it is imported, below
 
-import mega_moe
-from mega_moe import LADDER, Problem, roofline
+from mega_moe import LADDER, MoE, Problem, recorded, roofline
 from mega_moe.kernels.blocks import blocks_of_target
 from mega_moe.kernels.combine import sum_slots
 from mega_moe.kernels.gathered import gathered_dact, gathered_gate_up, gathered_weight_grad, slot_gemm
@@ -46,8 +46,8 @@ from mega_moe.kernels.plan import plan as make_plan
 from mega_moe.kernels.weights import readable
 from mega_moe.launches import launches
 from mega_moe.parity import Oracle, worst_row
-from mega_moe.samples import random_inputs
-from mega_moe.shapes import PRESETS, Inputs, Need
+from mega_moe.samples import course_example, random_inputs
+from mega_moe.shapes import PRESETS, Need
 from mega_moe.stages import s2_swiglu, s3_gather
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -176,7 +176,27 @@ print(f"{sum(bound(launch)[0] for launch in copies):.2f} ms at the least")
 
 # %% [markdown]
 # A copy computes nothing, so no amount of arithmetic hides it: the matrix units stand still for as long as it takes.
-#
+# Measured: what its products, each alone, leave of a direction of the rung below, beside what this list predicts for
+# the launches that multiply nothing. (The measured rest has the plan and the gaps between launches in it.)
+
+# %% tags=["hide-input"]
+record = recorded.newest()
+print(record)
+BILLS = {"forward": FORWARD["swiglu"], "backward": BACKWARD["swiglu"]}
+for name in record.problems:
+    p = PRESETS[name]
+    for direction, bill in BILLS.items():
+        whole = record.ms(name, "swiglu", direction)
+        products = [launch.name for launch in bill if launch.products]
+        # This rung has kernels of its own for two of them; the others are the rung's below it.
+        alone = [record.ms(name, "swiglu", of) or record.ms(name, "grouped", of) for of in products]
+        if whole and all(alone):
+            least = {launch.name: bound(launch, p, sizes(p))[0] for launch in bill if not launch.products}
+            print(f"{name}, {direction}: {whole:.2f} ms, less products {sum(alone):.2f}: {whole - sum(alone):.2f} ms")
+            words = ", ".join(f"{launch} {ms:.2f}" for launch, ms in least.items())
+            print(f"    predicted for the others: {sum(least.values()):.2f} ms ({words})")
+
+# %% [markdown]
 # **And memory.** Bytes that move are over in a millisecond. A tensor that *exists* takes room away from everything else
 # on the GPU: longer sequences, larger batches. When does each one exist? It begins with the launch that makes it and
 # ends with the last one that reads it, with three exceptions. What the layer returns stays: y, and the gradients. So
@@ -205,10 +225,6 @@ def peak(bill, MiB, before=()):
     return max(sum(existing.values()) for existing in alive(bill, MiB, before))
 
 
-records = sorted(Path(mega_moe.__file__).parents[1].glob("docs/results/*.json"))
-record = json.loads(records[-1].read_text()) if records else {"rows": [], "problems": {}}
-recorded = {(r["shape"], r["contestant"], r["gemm"] or r["direction"]): r for r in record["rows"]}
-
 # %% tags=["hide-input"] alt="MiB alive during each launch of a training step; without the copies, and in another order, the peak is lower"
 GROUPS = {  # colour, tensors
     "y and gradients": ("#9aa0a8", "y dx dw_down dw_gate_up"),
@@ -228,9 +244,7 @@ for axes, rung in zip(panels, FORWARD):
         bottom = [b + h for b, h in zip(bottom, heights)]
     top = max(range(len(bill)), key=bottom.__getitem__)
     axes.text(top + 0.48, bottom[top] + 60, f"peak: {bottom[top]:.0f} MiB", ha="right", color=INK)
-    measured = recorded.get(("qwen3-30b-a3b", rung, "forward+backward"))
-    if measured:
-        MiB_measured = measured["peak_bytes"] / 2**20
+    if MiB_measured := record.peak_MiB("qwen3-30b-a3b", rung):
         axes.axhline(MiB_measured, color="#b00020", linewidth=1, linestyle="--")
         axes.text(-0.45, MiB_measured + 40, f"measured: {MiB_measured:.0f} MiB", color="#b00020", fontsize=9)
     axes.axvline(len(FORWARD[rung]) - 0.5, color=INK, linewidth=1, linestyle=":")
@@ -263,14 +277,8 @@ plt.show()
 # its token in a tensor `slots` (T, K, H), and combine finds a token's K rows side by side.
 
 # %%
-x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [2.0, -1.0]])  # (T, H), the running example
-topk_ids = torch.tensor([[0, 2], [1, 0], [0, -1], [2, 0]])  # (T, K)
-topk_weights = torch.tensor([[0.5, 0.5], [0.75, 0.25], [0.75, 0.25], [0.25, 0.75]])  # (T, K)
-w_gate = torch.tensor([[1.0, 1.0], [0.0, 2.0], [1.0, 0.0]])
-w_up = torch.tensor([[2.0, 1.0], [1.0, 1.0], [1.0, 1.0]])
-w_gate_up = torch.stack([w_gate, w_up], 1)[:, :, None]  # (E, 2, I, H)
-w_down = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, -1.0]])[..., None]  # (E, H, I)
-dy = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [1.0, -1.0]])
+example, dy = course_example(device=device)
+x, topk_ids, topk_weights, w_gate_up, w_down = vars(example).values()
 T, K, E = 4, 2, 3
 plan = make_plan(topk_ids, E)
 
@@ -386,6 +394,7 @@ plt.show()
 # tiles (so Triton 3.7 compiles it; the record of November 2026 was taken with 3.6):
 
 # %% tags=["hide-input"] alt="Loads under way while a step is multiplied: three steps ahead contiguous; gathered one or two"
+assert blocks_of_target("sm_90", torch.bfloat16).gathered_weight_grad.num_stages == 6  # as is said above
 _, axes = plt.subplots(figsize=(10, 3), layout="constrained")
 STATES = {
     "contiguous, 4 stages": ["multiplied", *["tiles loading"] * 3, "nothing yet"],
@@ -435,9 +444,8 @@ dw_down = torch.empty_like(w_down)
 gathered_weight_grad(weighted_act, dy, plan, dw_down.mT)
 show(dtopk_weights=dtopk_weights, dx=dx, dw_down=dw_down.squeeze(-1))
 
-inputs = Inputs(x, topk_ids, topk_weights, w_gate_up, w_down)
-y_specified, saved = rungs["reference"].forward(inputs.problem(), inputs)
-specified = rungs["reference"].backward(inputs.problem(), inputs, saved, dy)
+y_specified, saved = rungs["reference"].forward(example.problem(), example)
+specified = rungs["reference"].backward(example.problem(), example, saved, dy)
 torch.testing.assert_close(y, y_specified)
 for ours, theirs in zip((dx, dtopk_weights, dw_gate_up, dw_down), specified.tensors(), strict=True):
     torch.testing.assert_close(ours, theirs)
@@ -449,7 +457,7 @@ for ours, theirs in zip((dx, dtopk_weights, dw_gate_up, dw_down), specified.tens
 #
 # ## What changed in the recipe
 
-# %% tags=["hide-input"]
+# %% tags=["hide-input", "diff"]
 
 
 def recipe(stage):
@@ -564,15 +572,13 @@ for fault, *plans in (
 
 # %% tags=["hide-input"]
 both = "forward+backward"
-if records:
-    machine = record["machine"]
-    print(f"{machine['device']}, {machine['date']}, torch {machine['torch']}, triton {machine['triton']}, medians")
-for name in record["problems"]:
+print(record)
+for name in record.problems:
     p, MiB_of = PRESETS[name], sizes(PRESETS[name])
     heads = ("forward ms", "backward", "both", "at least", "peak MiB", "predicted")
     print(f"\n{name:30}" + "".join(f"{head:>11}" for head in heads))
     for contestant in ("swiglu", "gather", "torch-compiled", "cublas"):
-        timed = [recorded.get((name, contestant, direction)) for direction in ("forward", "backward", both)]
+        timed = [record.rows.get((name, contestant, direction)) for direction in ("forward", "backward", both)]
         if not all(timed):
             continue
         row = timed[-1]
@@ -583,14 +589,12 @@ for name in record["problems"]:
             cells[3] = f"{sum(bound(launch, p, MiB_of)[0] for launch in bill):.2f}"
             cells[5] = f"{peak(bill, MiB_of):.0f}"
         print(f"{row['label']:30}" + "".join(f"{text:>11}" for text in cells))
-    for (shape_of, contestant, gemm), row in recorded.items():
-        if shape_of == name and contestant == "gather" and row["gemm"]:
-            contiguous = recorded.get((name, "swiglu", gemm)) or recorded.get((name, "grouped", gemm))
-            cells = [f"{row['ms']['median']:.2f} ms" if row else "–" for row in (contiguous, row)]
+    for gemm in ("gate_up", "down", "dact", "drows", "dw_gate_up", "dw_down"):
+        if here := record.ms(name, "gather", gemm):
+            contiguous = record.ms(name, "swiglu", gemm) or record.ms(name, "grouped", gemm)
+            cells = [f"{ms:.2f} ms" if ms else "–" for ms in (contiguous, here)]
             print(f"    {gemm + ' alone':20} rung below {cells[0]:>8}   here {cells[1]:>8}")
-if not records:
-    print("No record is here: recorded runs are in docs/results of the checkout. On a GPU, `make bench` measures.")
-elif not any((name, "gather", both) in recorded for name in record["problems"]):
+if record and not any(record.ms(name, "gather", both) for name in record.problems):
     print("\nThis rung is not recorded yet. On a GPU, `make bench` measures.")
 
 # %% [markdown]
@@ -607,47 +611,74 @@ elif not any((name, "gather", both) in recorded for name in record["problems"]):
 # by looking for its expert, waits for its first tiles, multiplies, writes, and ends; another takes its place and waits
 # again. The next rung keeps the programs and lets the tiles come to them.
 #
+# ## The flag
+
+# %%
+torch.manual_seed(0)
+layer = MoE(hidden_size=16, intermediate_size=12, num_experts=3, top_k=2, device=device)
+few = torch.randn(4, 16)
+for name in ("swiglu", "gather"):
+    layer.stage = name
+    layer.zero_grad()
+    loss = layer(few).square().mean()
+    loss.backward()
+    norm = layer.experts.down_proj.grad.norm()
+    print(f'stage="{layer.stage}": loss {loss.item():.6f}, norm of the gradient of down_proj {norm.item():.6f}')
+
+# %% [markdown]
 # ## Exercises
 #
-# 1. Up to which number of tokens has the recipe's order of backward the lowest peak? Take one layer of qwen3-30b-a3b,
-#    and give the answer in the letters T, K, E, H, I. By how much is it lower than dw_down first with 16,384 tokens?
-# 2. In the weight gradients' kernel, a row behind the expert's end is masked in `a` *and* in the tokens. Zero times
-#    anything is zero, so one mask should do. Why does it not, with either of the two?
+# **1.** Up to which number of tokens has the recipe's order of backward the lowest peak? Take one layer of qwen3-30b-a3b,
+# and find the answer in the letters T, K, E, H, I first. By how many MiB is it lower than dw_down first with 16,384
+# tokens?
 #
 # ??? success "Answer"
-#     1. The two orders that matter are dw_down first and dw_down last. While the slots exist, and while dw_gate_up is
-#        made, the first has `dw_down` beside them and the second has `weighted_act`: E·H·I elements against R·I. So
-#        last is better up to R = E·H, that is T = E·H/K, 32,768 tokens here; there both are equal. At the very end,
-#        where all gradients exist, last is better in any case: `weighted_act` stands beside them, R·I elements, and in
-#        the other order `dpre`, twice as many. At 16,384 tokens E·H·I is just 2·R·I, so either way it is R·I elements
-#        that the recipe saves, 192 MiB.
-#     2. Zero times NaN is NaN. Mask the tokens alone, and `a` behind the end is the next expert's row, or, behind the
-#        last live row of all, memory that nobody ever wrote: a NaN there times zero poisons a gradient. Mask `a` alone,
-#        and the tokens are those of the next expert's rows: if one of them holds a NaN or an infinity, it reaches the
-#        gradient of an expert that it was never sent to. With both masked, no foreign number is even loaded.
+#     The two orders that matter are dw_down first and dw_down last. While the slots exist, and while dw_gate_up is made,
+#     the first has `dw_down` beside them and the second has `weighted_act`: E·H·I elements against R·I. So last is better
+#     up to R = E·H, that is T = E·H/K, 32,768 tokens here; there both are equal. At the very end, where all gradients
+#     exist, last is better in any case: `weighted_act` stands beside them, R·I elements, and in the other order `dpre`,
+#     twice as many. At 16,384 tokens E·H·I is just 2·R·I, so either way it is R·I elements that the recipe saves,
+#     192 MiB.
 
 # %% tags=["solution"]
+answer = dict(tokens=32768, MiB=192)
+
 early, late = ("dw_down", "dx", "dw_gate_up"), tuple(parts)
-threshold = shape.E * shape.H // shape.K
-assert threshold == 32768
-for T in (threshold // 2, threshold - 1024, threshold, threshold + 1024, 2 * threshold):
-    MiB_at = sizes(shape.at(T=T))
+assert shape.E * shape.H // shape.K == answer["tokens"]
+for T_tried in (16384, 32768 - 1024, 32768, 32768 + 1024, 65536):
+    MiB_at = sizes(shape.at(T=T_tried))
     early_peak, late_peak = (
         peak([dact, *(launch for part in order for launch in parts[part])], MiB_at, ("y", "pre"))
         for order in (early, late)
     )
-    print(f"{T:6} tokens: dw_down early {early_peak:6.0f} MiB, late {late_peak:6.0f} MiB")
-    assert (late_peak <= early_peak) == (T <= threshold) and (early_peak <= late_peak) == (threshold <= T)
-    if threshold // 2 == T:
-        assert early_peak - late_peak == MiB_at["weighted_act"] == 192
-        assert late_peak == min(row[tokens.index(T)] for row in peaks.values())
+    print(f"{T_tried:6} tokens: dw_down early {early_peak:6.0f} MiB, late {late_peak:6.0f} MiB")
+    assert (late_peak <= early_peak) == (T_tried <= answer["tokens"])
+    assert (early_peak <= late_peak) == (answer["tokens"] <= T_tried)
+    if T_tried == 16384:
+        assert early_peak - late_peak == MiB_at["weighted_act"] == answer["MiB"]
+        assert late_peak == min(row[tokens.index(T_tried)] for row in peaks.values())
 
-assert blocks_of_target("sm_90", torch.bfloat16).gathered_weight_grad.num_stages == 6  # as the text and a figure say
+# %% [markdown]
+# **2.** In the weight gradients' kernel, a row behind the expert's end is masked in `a` *and* in the tokens. Zero times
+# anything is zero, so one mask should do. Take an expert whose one row of `a` is 1 and whose token is 2. Behind it, a row
+# of `a` that nobody wrote holds NaN, and the next expert's token infinity. What is the expert's gradient with the tokens
+# masked alone, with `a` masked alone, and with both?
+#
+# ??? success "Answer"
+#     NaN, NaN and 2. Zero times NaN is NaN. Mask the tokens alone, and `a` behind the end is the next expert's row, or,
+#     behind the last live row of all, memory that nobody ever wrote: a NaN there times zero poisons a gradient. Mask `a`
+#     alone, and the tokens are those of the next expert's rows: if one of them holds a NaN or an infinity, it reaches the
+#     gradient of an expert that it was never sent to. With both masked, no foreign number is even loaded.
+
+# %% tags=["solution"]
+answer = dict(tokens_alone_nan=True, a_alone_nan=True, both=2.0)
 
 rows_of_a = torch.tensor([[1.0], [torch.nan]])  # the expert's row, and one behind its end that nobody wrote
 tokens_of_rows = torch.tensor([[2.0], [torch.inf]])  # the expert's token, and the next expert's
 inside = torch.tensor([[1.0], [0.0]])
 masked = lambda t: torch.where(inside > 0, t, 0.0)
-assert (rows_of_a.mT @ masked(tokens_of_rows)).isnan()
-assert (masked(rows_of_a).mT @ tokens_of_rows).isnan()
-assert masked(rows_of_a).mT @ masked(tokens_of_rows) == 2
+tokens_alone, a_alone = rows_of_a.mT @ masked(tokens_of_rows), masked(rows_of_a).mT @ tokens_of_rows
+both_masked = masked(rows_of_a).mT @ masked(tokens_of_rows)
+print(f"tokens masked {tokens_alone.item()}, a masked {a_alone.item()}, both {both_masked.item()}")
+assert tokens_alone.isnan().item() == answer["tokens_alone_nan"] and a_alone.isnan().item() == answer["a_alone_nan"]
+assert both_masked.item() == answer["both"]

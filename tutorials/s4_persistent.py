@@ -9,6 +9,9 @@
 # %% [markdown]
 # # 4 · Resident programs
 #
+# *Before: [3 · No copies](s3_gather.md) · next: [5 · Experts over ranks](s5_ranks.md) · the flag:
+# `stage="persistent"`, which is the default*
+#
 # After [lesson 3](s3_gather.md) the layer is six matrix products and a few small sums, and hardly a byte travels that
 # need not. What is left is the products themselves. They run one program a tile: a program is born, finds its place,
 # multiplies, stores and dies. This rung, `stage="persistent"`, starts one program a processor and lets it live as long
@@ -28,10 +31,8 @@
 import difflib
 import heapq
 import inspect
-import json
 import os
 from dataclasses import replace
-from pathlib import Path
 from unittest.mock import patch
 
 import matplotlib.pyplot as plt
@@ -41,16 +42,15 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads this when it is imported, below
 
-import mega_moe
-from mega_moe import LADDER, Problem, roofline, routing
+from mega_moe import LADDER, MoE, recorded, roofline, routing
 from mega_moe.kernels import persistent as kernels
 from mega_moe.kernels.blocks import blocks_of_target, nearest, persistent_for
 from mega_moe.kernels.plan import plan as make_plan
 from mega_moe.kernels.tile_table import tile_table
 from mega_moe.parity import Oracle
 from mega_moe.roofline import Cost
-from mega_moe.samples import random_inputs
-from mega_moe.shapes import PRESETS, Inputs
+from mega_moe.samples import course_example, random_inputs
+from mega_moe.shapes import PRESETS
 from mega_moe.stages import s3_gather, s4_persistent
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -125,28 +125,27 @@ for shape in ("qwen3-30b-a3b", "qwen3-235b-a22b"):
 
 # %% tags=["hide-input"]
 INK = "#1f2430"
-records = sorted(Path(mega_moe.__file__).parents[1].glob("docs/results/*.json"))
-record = json.loads(records[-1].read_text()) if records else {"rows": []}
+record = recorded.newest()
 product_ms = {
-    (row["shape"], row["contestant"], {"drows": "dx"}.get(row["gemm"], row["gemm"])): row["ms"]["median"]
-    for row in record["rows"]
+    (shape, contestant, {"drows": "dx"}.get(row["gemm"], row["gemm"])): row["ms"]["median"]
+    for (shape, contestant, _), row in record.rows.items()
     if row["gemm"]
 }
-recorded = {shape: PRESETS[shape] for shape in record.get("problems", {}) if shape in PRESETS}
+layers = {shape: PRESETS[shape] for shape in record.problems if shape in PRESETS}
 h200 = roofline.ceiling("NVIDIA H200")
 
 
 def tile_us(shape, contestant, kind):
     """What 128 x 256 of the result cost one processor, in microseconds; None if that was not recorded."""
     ms = product_ms.get((shape, contestant, kind))
-    return ms and ms * 1e3 * PROCESSORS / tiles_of(recorded[shape], kind)
+    return ms and ms * 1e3 * PROCESSORS / tiles_of(layers[shape], kind)
 
 
 def rate_and_fixed(contestant):
     """a in nanoseconds a unit of contraction, b in microseconds a tile, and how many points gave them; or None."""
     points = [
-        (products(recorded[shape])[kind][2], tile_us(shape, contestant, kind))
-        for shape in recorded
+        (products(layers[shape])[kind][2], tile_us(shape, contestant, kind))
+        for shape in layers
         for kind in ("down", "dx")
         if tile_us(shape, contestant, kind)
     ]
@@ -167,8 +166,7 @@ for contestant in [*below, "cublas"]:
     if found := rate_and_fixed(contestant):
         print(f"{contestant:24} {found[0]:17.1f} {fixed_cost(found[1]):>19} {found[2]:8}")
 print(f"{'by the data sheet':24} {2 * 128 * 256 / h200.tflops(p.dtype) * PROCESSORS / 1e3:17.1f} {'none':>19}")
-if not records:
-    print("No record is here: recorded runs are in docs/results of the checkout. On a GPU, `make bench` measures.")
+print(f"\n{record}")
 
 # %% [markdown]
 # Two points always lie on a line, so where there are no more it is an illustration and cannot say how wrong it is. A
@@ -192,10 +190,10 @@ def bound_ms(p, kind):
 
 def draw_products(contestants):
     """For each shape and kind one bar a contestant."""
-    shapes = [shape for shape in recorded if any((shape, c, "down") in product_ms for c in contestants)]
+    shapes = [shape for shape in layers if any((shape, c, "down") in product_ms for c in contestants)]
     _, panels = plt.subplots(1, len(shapes), figsize=(10, 1.2 + 1.9 * len(contestants)), layout="constrained")
     for axes, shape in zip(np.atleast_1d(panels), shapes):
-        ticks, p = {}, recorded[shape]
+        ticks, p = {}, layers[shape]
         for at, (kind, contestant) in enumerate((k, c) for k in products(p) for c in contestants):
             if not (us := tile_us(shape, contestant, kind)):
                 continue
@@ -343,17 +341,10 @@ for spread in ("balanced", "random", "zipf"):
 # everything. The running example, with blocks of two rows:
 
 # %%
-x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [2.0, -1.0]])  # (T, H)
-topk_ids = torch.tensor([[0, 2], [1, 0], [0, -1], [2, 0]])  # (T, K)
-topk_weights = torch.tensor([[0.5, 0.5], [0.75, 0.25], [0.75, 0.25], [0.25, 0.75]])  # (T, K)
-w_gate = torch.tensor([[1.0, 1.0], [0.0, 2.0], [1.0, 0.0]])
-w_up = torch.tensor([[2.0, 1.0], [1.0, 1.0], [1.0, 1.0]])
-w_gate_up = torch.stack([w_gate, w_up], 1)[:, :, None]  # (E, 2, I, H)
-w_down = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, -1.0]])[..., None]  # (E, H, I)
-dy = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [1.0, -1.0]])
-example = Problem(T=4, H=2, I=1, E=3, K=2, dtype=torch.float32, device=device)
+inputs, dy = course_example(device=device)
+example = inputs.problem()
 
-plan = make_plan(topk_ids, example.E)
+plan = make_plan(inputs.topk_ids, example.E)
 table = tile_table(plan, replace(persistent_for(example), BLOCK_R=2))
 live_blocks = int(table.counters[0])
 tokens, routes = (t.view(-1, 2)[:live_blocks].tolist() for t in (table.token_in_blocks, table.route_in_blocks))
@@ -368,8 +359,21 @@ for expert, block, rows in table.longest_first.tolist():
 # %% [markdown]
 # A kernel over rows draws a block and a tile of its columns; nobody draws an empty block, since the table counts those
 # that hold rows. A kernel of weight gradients draws from the lower list. Each kernel's ticket is a counter in the
-# table.
-#
+# table. Say two programs are resident. A tile over a block takes two units of time, padded or not; a tile of a weight
+# gradient takes one for each row of its expert. So they draw (one tile is as wide as the example):
+
+# %%
+blocks = table.row_blocks[:live_blocks].tolist()
+over_rows = [f"block {n}, rows {row} to {row + held - 1}" for n, (_, row, held) in enumerate(blocks)]
+over_experts = [f"expert {expert}, all its {rows} rows" for expert, _, rows in table.longest_first.tolist()]
+times = table.longest_first[:, 2].tolist()
+for kernel, tiles, lengths in (("down", over_rows, [2] * live_blocks), ("dw_down", over_experts, times)):
+    print(kernel)
+    for ticket, (program, start, length) in enumerate(timeline(lengths, processors=2)):
+        drawn = f"program {program} draws ticket {ticket} at time {start:g}"
+        print(f"    {drawn}: {tiles[ticket]}, until {start + length:g}")
+
+# %% [markdown]
 # ??? abstract "The kernel that makes the table"
 #     ```python
 #     --8<-- "mega_moe/kernels/tile_table.py:kernel"
@@ -556,7 +560,7 @@ for shape in ("qwen3-30b-a3b", "qwen3-235b-a22b"):
 # lesson: this rung also multiplies 8-bit codes, and there says what it launches. In bf16 that is the launchers above,
 # and operands are what they were.
 
-# %% tags=["hide-input"]
+# %% tags=["hide-input", "diff"]
 stages = [inspect.getsource(stage) for stage in (s3_gather, s4_persistent)]
 code = [source.split("\nfrom torch import Tensor\n")[1].splitlines() for source in stages]
 for line in list(difflib.unified_diff(*code, n=1, lineterm=""))[2:]:
@@ -568,7 +572,6 @@ for line in list(difflib.unified_diff(*code, n=1, lineterm=""))[2:]:
 # The same four tokens, forward and backward:
 
 # %%
-inputs = Inputs(x, topk_ids, topk_weights, w_gate_up, w_down)
 y, saved = persistent.forward(example, inputs)
 grads = persistent.backward(example, inputs, saved, dy)
 show(y=y, dtopk_weights=grads.dtopk_weights, dx=grads.dx, dw_down=grads.dw_down.squeeze(-1))
@@ -579,9 +582,12 @@ for ours, theirs in zip([y, *grads.tensors()], [y_below, *grads_below.tensors()]
     torch.testing.assert_close(ours, theirs)
 
 # %% [markdown]
-# The numbers of all lessons before. Now in bf16, as shares of the [budget](../parity.md). And what was said of padding
-# deserves a fault of each sort: NaN in the rows that pad act must change no bit of y; a mere 1 in the rows that pad
-# weighted act must fail.
+# The numbers of all lessons before.
+#
+# ## Is it right?
+#
+# Now in bf16, as shares of the [budget](../parity.md). And what was said of padding deserves a fault of each sort: NaN in
+# the rows that pad act must change no bit of y; a mere 1 in the rows that pad weighted act must fail.
 
 # %%
 problem = PRESETS["tiny"].at(device=device)
@@ -651,26 +657,21 @@ print("1 program or 7, longest or shortest first: the same bits, y and all gradi
 # under torch.compile.
 
 # %% tags=["hide-input"]
-if records:
-    machine = record["machine"]
-    print(f"{machine['device']}, {machine['date']}, torch {machine['torch']}, triton {machine['triton']}, medians")
-    for shape, p in recorded.items():
-        print(f"\n{shape:46}{'forward ms':>11}{'backward':>11}{'both':>11}{'TF/s':>7}")
-        times = {(r["contestant"], r["direction"]): r for r in record["rows"] if r["shape"] == shape and not r["gemm"]}
-        for contestant in dict.fromkeys(name for name, _ in times if name != "reference"):
-            timed = [times.get((contestant, direction)) for direction in ("forward", "backward", "forward+backward")]
-            if all(timed):
-                cells = "".join(f"{row['ms']['median']:11.2f}" for row in timed)
-                print(f"{timed[0]['label']:46}{cells}{timed[-1]['tflops']:7.0f}")
-        allowed = [roofline.allowed_ms(p, direction, h200) for direction in roofline.DIRECTIONS]
-        print(f"{'the ceiling, by the data sheet':46}{allowed[0]:11.2f}{allowed[1]:11.2f}{sum(allowed):11.2f}")
-        for direction in roofline.DIRECTIONS:
-            ours, theirs = (times.get((name, direction)) for name in ("persistent", "torch-compiled"))
-            if ours and theirs:
-                ratio = ours["ms"]["median"] / theirs["ms"]["median"]
-                print(f"    {direction:8} persistent takes {ratio:.2f} times as long as plain torch, torch.compile")
-else:
-    print("No record is here: recorded runs are in docs/results of the checkout. On a GPU, `make bench` measures.")
+print(record)
+for shape, p in layers.items():
+    print(f"\n{shape:46}{'forward ms':>11}{'backward':>11}{'both':>11}{'TF/s':>7}")
+    contestants = dict.fromkeys(c for of, c, what in record.rows if of == shape and what in roofline.DIRECTIONS)
+    for contestant in contestants:
+        timed = [record.rows.get((shape, contestant, what)) for what in (*roofline.DIRECTIONS, "forward+backward")]
+        if contestant != "reference" and all(timed):
+            cells = "".join(f"{row['ms']['median']:11.2f}" for row in timed)
+            print(f"{timed[0]['label']:46}{cells}{timed[-1]['tflops']:7.0f}")
+    allowed = [roofline.allowed_ms(p, direction, h200) for direction in roofline.DIRECTIONS]
+    print(f"{'the ceiling, by the data sheet':46}{allowed[0]:11.2f}{allowed[1]:11.2f}{sum(allowed):11.2f}")
+    for direction in roofline.DIRECTIONS:
+        ours, theirs = (record.ms(shape, name, direction) for name in ("persistent", "torch-compiled"))
+        if ours and theirs:
+            print(f"    {direction:8} persistent takes {ours / theirs:.2f} times as long as plain torch, torch.compile")
 
 # %% [markdown]
 # In the record of November 2026 both directions are faster than in lesson 3, on either layer, and a training step is
@@ -690,7 +691,7 @@ resident = [name for name in ("persistent",) if rate_and_fixed(name)]
 for contestant in [*below, *resident, "cublas"]:
     if found := rate_and_fixed(contestant):
         print(f"{contestant:12} {found[0]:5.1f} ns a unit of contraction; us a tile: {fixed_cost(found[1])}")
-for shape in recorded:
+for shape in layers:
     if (shape, "persistent", "down") not in product_ms:
         continue
     print(f"\n{shape:16}" + "".join(f"{kind:>12}" for kind in products(p)))
@@ -711,31 +712,75 @@ if resident:
 # is finished and stored. None of these is a matter of who takes which tile. They ask for programs in which some warps
 # load, some multiply and some finish, all at the same time.
 #
-# ## Exercise
+# ## The flag
 #
-# 1. Tiles are dealt by ticket in *any* order. Show that the launch ends at most one tile, the longest, later than if
-#    all work were divided evenly.
-# 2. In dw_down of Qwen3-30B-A3B one expert receives more and more of all R routes, and the others share the rest. A
-#    tile takes a time proportional to its rows. From which share on does the busy expert decide how long the launch
-#    takes, even longest first? Can a router that picks 8 distinct experts for each token get there?
+# It is the default, so nothing need be said. To compare, say the other:
+
+# %%
+torch.manual_seed(0)
+layer = MoE(hidden_size=16, intermediate_size=12, num_experts=3, top_k=2, device=device)
+tokens = torch.randn(4, 16)
+print(f"unless told, a layer runs on stage={layer.stage!r}")
+for name in ("gather", "persistent"):
+    layer.stage = name
+    layer.zero_grad()
+    loss = layer(tokens).square().mean()
+    loss.backward()
+    norm = layer.experts.down_proj.grad.norm()
+    print(f'stage="{layer.stage}": loss {loss.item():.6f}, norm of the gradient of down_proj {norm.item():.6f}')
+
+# %% [markdown]
+# ## Exercises
+#
+# **1.** Two programs draw dw_down's three tiles of the running example; a tile takes as long as its expert has rows. When
+# does the launch end, longest first and shortest first? Then show for any tiles and any order of tickets: the launch ends
+# at most one tile, the longest, later than if all work were divided evenly.
 #
 # ??? success "Answer"
-#     1. Look at the tile that ends last. Until it was drawn every processor had been busy, for one that was free would
-#        have drawn it sooner. So it began no later than the work divided evenly would have ended, and from there on it
-#        takes its own length. (R. L. Graham, *Bounds on multiprocessing timing anomalies*, 1969.)
-#     2. dw_down has 2048/128 · 768/256 = 48 tiles an expert. With c the time of a row, all work divided evenly takes
-#        $48\,R\,c/132$, and one tile of an expert with share $s$ takes $s\,R\,c$. The tile is longer once $s > 48/132$,
-#        36 %. With 8 distinct experts for each token none has more than 1/8 of the routes. For a router that goes
-#        further, one would cut such an expert's rows into parts, sum each into memory of its own, and add the parts in
-#        a second launch in their order: not by atomics, where whoever comes first would decide the last bit.
+#     Longest first: 4, then 2 and 1 beside it, so it ends at 4, where 3.5 would be even. Shortest first: 1 and 2, and the
+#     long one begins at 1, so it ends at 5. In general, look at the tile that ends last. Until it was drawn every
+#     processor had been busy, for one that was free would have drawn it sooner. So it began no later than the work
+#     divided evenly would have ended, and from there on it takes its own length. (R. L. Graham, *Bounds on multiprocessing
+#     timing anomalies*, 1969.)
 
 # %% tags=["solution"]
+answer = dict(longest_first=4, shortest_first=5)
+
+rows_of_experts = plan.row_start.diff().tolist()
+assert ends(timeline(sorted(rows_of_experts, reverse=True), 2)) == answer["longest_first"]
+assert ends(timeline(sorted(rows_of_experts), 2)) == answer["shortest_first"]
+dice = np.random.default_rng(0)
+late = []
+for _ in range(300):
+    lengths, processors = dice.integers(1, 20, dice.integers(1, 40)).tolist(), int(dice.integers(1, 9))
+    late.append((ends(timeline(lengths, processors)) - sum(lengths) / processors) / max(lengths))
+print(f"300 launches at random end at most {max(late):.2f} of their longest tile later than evenly")
+assert max(late) <= 1
+
+# %% [markdown]
+# **2.** In dw_down of Qwen3-30B-A3B one expert receives more and more of all R routes, and the others share the rest. A
+# tile takes a time proportional to its rows. How many tiles has an expert? From which share of the routes on does the busy
+# expert decide how long the launch takes, even longest first? Can a router that picks 8 distinct experts for each token
+# get there?
+#
+# ??? success "Answer"
+#     dw_down has 2048/128 · 768/256 = 48 tiles an expert. With c the time of a row, all work divided evenly takes
+#     $48\,R\,c/132$, and one tile of an expert with share $s$ takes $s\,R\,c$. The tile is longer once $s > 48/132$,
+#     36 %. With 8 distinct experts for each token none has more than 1/8 of the routes. For a router that goes further,
+#     one would cut such an expert's rows into parts, sum each into memory of its own, and add the parts in a second
+#     launch in their order: not by atomics, where whoever comes first would decide the last bit.
+
+# %% tags=["solution"]
+answer = dict(tiles=48, share=0.36, reached=False)
+
 tiles_of_expert = tiles_of(PRESETS["qwen3-30b-a3b"], "dw_down") // 128
-for share in (1 / 8, 0.3, 0.4, 0.5):
+from_share = tiles_of_expert / PROCESSORS
+assert tiles_of_expert == answer["tiles"] and round(from_share, 2) == answer["share"]
+assert (1 / 8 > from_share) == answer["reached"]
+for share in (1 / 8, 0.3, 0.36, 0.37, 0.5):
     rows_of_experts = [share] + [(1 - share) / 127] * 127
     lengths = [rows for rows in rows_of_experts for _ in range(tiles_of_expert)]
     even = sum(lengths) / PROCESSORS
-    worst, best = ends(timeline(sorted(lengths), PROCESSORS)), ends(WAYS["tickets, longest first"](lengths, PROCESSORS))
-    print(f"a share of {share:5.1%}: longest first {best / even:.2f}, shortest first {worst / even:.2f} of even")
-    assert worst <= even + max(lengths)
-    assert (best < 1.03 * even) if share < tiles_of_expert / PROCESSORS else (best >= share > even)
+    best = ends(WAYS["tickets, longest first"](lengths, PROCESSORS))
+    print(f"a share of {share:5.1%}: longest first ends at {best / even:.3f} of even, one tile at {share / even:.3f}")
+    assert (best == share > even) == (share > from_share)

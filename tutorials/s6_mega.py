@@ -9,6 +9,8 @@
 # %% [markdown]
 # # 6 · One launch
 #
+# *Before: [5 · Experts over ranks](s5_ranks.md) · next: [what comes next](#what-comes-next) · the flag: `stage="mega"`*
+#
 # After [lesson 4](s4_persistent.md) programs stay, and tiles come to them. But only until the launch ends: then all
 # have to leave, the slowest too, before the next launch begins with an empty GPU. This rung, `stage="mega"`, does all
 # five steps of a direction in one launch. Nobody waits for everybody any more. Each tile waits for just the tiles that
@@ -28,11 +30,10 @@
 # %%
 import difflib
 import inspect
-import json
 import os
 import random
 from dataclasses import replace
-from pathlib import Path
+from functools import cache
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -41,14 +42,13 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads this when it is imported, below
 
-import mega_moe
-from mega_moe import Problem, roofline, routing
+from mega_moe import MoE, predict, recorded, roofline, routing
 from mega_moe.kernels.blocks import Elementwise, blocks_of_target, mega_for, nearest
 from mega_moe.kernels.schedule import backward_work, forward_work, plan_and_schedule
 from mega_moe.launches import launches
 from mega_moe.parity import Oracle
 from mega_moe.registry import stage
-from mega_moe.samples import random_inputs
+from mega_moe.samples import course_example, random_inputs
 from mega_moe.schedule import (
     ARRIVALS,
     BLOCK,
@@ -68,7 +68,7 @@ from mega_moe.schedule import (
     schedule,
     signals_of,
 )
-from mega_moe.shapes import PRESETS, Inputs, Need
+from mega_moe.shapes import PRESETS, Need
 from mega_moe.simulate import Deadlock, Simulation, by_ticket, in_words, play
 from mega_moe.stages import s4_persistent, s6_mega
 from mega_moe.timeline import COLOURS, Bar, svg
@@ -107,6 +107,7 @@ PROCESSORS = 132
 tiles = blocks_of_target("sm_90", torch.bfloat16).mega
 
 
+@cache
 def real(shape, direction, spread="balanced", group=tiles.group):
     """The work of one direction, and its schedule, with the tiles of an H200."""
     p = PRESETS[shape]
@@ -192,15 +193,29 @@ plt.show()
 # You have to look closely. That is the first finding of this lesson: on one GPU the ends of launches are thin slits.
 
 # %%
+record = recorded.newest()
+PRODUCTS = dict(forward=("gate_up", "down"), backward=("dact", "drows", "dw_gate_up", "dw_down"))
 predicted = {}
+print(f"measured: {record}")
 for shape in ("qwen3-30b-a3b", "qwen3-235b-a22b"):
     for direction in ("forward", "backward"):
         layer = real(shape, direction)
-        many, one = sum(map(end, apart(*layer).values())) / 1e6, end(played(*layer)) / 1e6
+        launches_apart = apart(*layer)
+        many, one = sum(map(end, launches_apart.values())) / 1e6, end(played(*layer)) / 1e6
         predicted[shape, direction] = one / many - 1
         print(f"{shape:16} {direction:9} {many:6.2f} ms apart, {one:6.2f} ms in one launch: {one / many - 1:+.1%}")
+        whole = record.ms(shape, "persistent", direction)
+        alone = [record.ms(shape, "persistent", product) for product in PRODUCTS[direction]]
+        if whole and all(alone):
+            combine = end(launches_apart["combine"]) / 1e6
+            print(f"    measured {whole:.2f} ms, of which products, each alone, {sum(alone):.2f}", end="; ")
+            print(f"the rest {whole - sum(alone):.2f} ms, of which combine is predicted to take {combine:.2f}")
 
 # %% [markdown]
+# (Measured is the rung below. A product alone has the end of its launch in its time, so what is left is combine, the plan
+# and its table, and the gaps between launches. Each ran at clocks of its own: a rest that is smaller than combine alone
+# says how much that matters.)
+#
 # A good one per cent at best, and a few microseconds that it takes to start a launch, which the model leaves out. Why
 # bother, then? Because of what may stand in such a slit. Where experts are shared by several GPUs, rows have to travel
 # between the steps, and while a launch does nothing but move them no matrix unit works. Here a tile may wait for its
@@ -216,15 +231,9 @@ for shape in ("qwen3-30b-a3b", "qwen3-235b-a22b"):
 # tile takes 4 units of time, a down tile 2, a combine tile 1. First the obvious order, expert after expert:
 
 # %%
-x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [2.0, -1.0]])  # (T, H)
-topk_ids = torch.tensor([[0, 2], [1, 0], [0, -1], [2, 0]])  # (T, K)
-topk_weights = torch.tensor([[0.5, 0.5], [0.75, 0.25], [0.75, 0.25], [0.25, 0.75]])  # (T, K)
-w_gate = torch.tensor([[1.0, 1.0], [0.0, 2.0], [1.0, 0.0]])
-w_up = torch.tensor([[2.0, 1.0], [1.0, 1.0], [1.0, 1.0]])
-w_gate_up = torch.stack([w_gate, w_up], 1)[:, :, None]  # (E, 2, I, H)
-w_down = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, -1.0]])[..., None]  # (E, H, I)
-dy = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [1.0, -1.0]])
-example = Problem(T=4, H=2, I=1, E=3, K=2, dtype=torch.float32, device=device)
+inputs, dy = course_example(device=device)
+x, topk_ids, topk_weights, w_gate_up, w_down = vars(inputs).values()
+example = inputs.problem()
 small = replace(mega_for(example), BLOCK_R=2, combine=Elementwise(2, 64, 1), group=1)
 
 plan, tickets = plan_and_schedule(topk_ids, example.E, forward_work(example, small))
@@ -527,7 +536,7 @@ def without(kind, table):
     return [[*tile[:ARRIVALS], 0] if KINDS[tile[KIND]] == kind else tile for tile in table]
 
 
-right, _ = reference.forward(example, Inputs(x, topk_ids, topk_weights, w_gate_up, w_down))
+right, _ = reference.forward(example, inputs)
 print(f"{'programs':10}{'every wait':>14}{'down does not wait':>30}{'combine does not wait':>30}")
 for programs in (1, 2, 3, 4):
     cells = []
@@ -667,7 +676,7 @@ plt.show()
 #
 # Below, `-` is lesson 4's stage file and `+` this one's. What was a row of launches is a table and a launch:
 
-# %% tags=["hide-input"]
+# %% tags=["hide-input", "diff"]
 stages = [inspect.getsource(module) for module in (s4_persistent, s6_mega)]
 code = [source.split("\nfrom torch import Tensor\n")[1].splitlines() for source in stages]
 for line in list(difflib.unified_diff(*code, n=1, lineterm=""))[2:]:
@@ -677,7 +686,6 @@ for line in list(difflib.unified_diff(*code, n=1, lineterm=""))[2:]:
 # ## The example, once more
 
 # %%
-inputs = Inputs(x, topk_ids, topk_weights, w_gate_up, w_down)
 y, saved = mega.forward(example, inputs)
 grads = mega.backward(example, inputs, saved, dy)
 print(f"y\n{y}\n\ndtopk_weights\n{grads.dtopk_weights}\n\ndx\n{grads.dx}\n\ndw_down\n{grads.dw_down.squeeze(-1)}")
@@ -688,9 +696,13 @@ for ours, theirs in zip([y, *grads.tensors()], [y_below, *grads_below.tensors()]
     torch.testing.assert_close(ours, theirs)
 
 # %% [markdown]
-# The numbers of all lessons before. Now in bf16, as shares of the [budget](../parity.md). And beside the rung below:
-# the tiles here are the same sizes, their functions are the same, and each sum has one owner and one order. So the
-# results should be equal in every bit, and they are.
+# The numbers of all lessons before.
+#
+# ## Is it right?
+#
+# Now in bf16, as shares of the [budget](../parity.md). And beside the rung below: the tiles here are the same sizes, their
+# functions are the same, and each sum has one owner and one order. So the results should be equal in every bit, and they
+# are.
 
 # %%
 problem = PRESETS["tiny"].at(device=device)
@@ -754,15 +766,12 @@ def peak(p, name):
     return max((sum(MiB[n] for n in f"y pre {alive}".split()), launch) for launch, alive in ALIVE[name].items())
 
 
-records = sorted(Path(mega_moe.__file__).parents[1].glob("docs/results/*.json"))
-record = json.loads(records[-1].read_text()) if records else {"rows": [], "machine": {}}
-recorded = {(r["shape"], r["contestant"], r["direction"]): r for r in record["rows"] if not r["gemm"]}
 for shape in ("qwen3-30b-a3b", "qwen3-235b-a22b"):
     for name in ALIVE:
         MiB, launch = peak(PRESETS[shape], name)
-        row = recorded.get((shape, name, "forward+backward"))
-        measured = f"measured {row['peak_bytes'] / 2**20:5.0f}" if row else "not recorded yet"
-        print(f"{shape:16} {name:10} counted {MiB:5.0f} MiB, in {launch + ',':11} {measured}")
+        taken = record.peak_MiB(shape, name)
+        words = f"measured {taken:5.0f}" if taken else "not recorded yet"
+        print(f"{shape:16} {name:10} counted {MiB:5.0f} MiB, in {launch + ',':11} {words}")
 
 # %% tags=["hide-input"] alt="MiB alive during each launch of backward on the rung below, and in the one launch, where all are alive at once"
 GROUPS = {
@@ -799,38 +808,32 @@ plt.show()
 # By the model at the beginning one launch should be up to some one per cent faster. Measured:
 
 # %% tags=["hide-input"]
-TYPED = {  # until the record has this rung
-    ("qwen3-30b-a3b", "persistent"): (2.40, 5.42),
-    ("qwen3-30b-a3b", "mega"): (2.51, 5.47),
-    ("qwen3-235b-a22b", "persistent"): (8.12, 18.90),
-    ("qwen3-235b-a22b", "mega"): (8.61, 19.75),
-}
-keys = [(*key, direction) for key in TYPED for direction in ("forward", "backward")]
-if all(key in recorded for key in keys):
-    machine = record["machine"]
-    print(f"{machine['device']}, {machine['date']}, torch {machine['torch']}, triton {machine['triton']}, medians")
-    measured = {key: recorded[key]["ms"]["median"] for key in keys}
-else:
-    print(
-        "NVIDIA H200, 2026-11-29, torch 2.11, Triton 3.6, bf16, T = 16384, balanced; medians of three rounds in turns,"
-    )
-    print("from CUDA graphs. Not the recorded benchmark, which does not have this rung yet. mega: the best settings")
-    measured = {(*key, d): ms for key, pair in TYPED.items() for d, ms in zip(("forward", "backward"), pair)}
+SHAPES, RUNGS = ("qwen3-30b-a3b", "qwen3-235b-a22b"), ("persistent", "mega")
+measured = {(s, rung, d): record.ms(s, rung, d) for s in SHAPES for rung in RUNGS for d in roofline.DIRECTIONS}
+if all(measured.values()):
+    print(record)
+else:  # a run of one GPU, apart from the benchmarks, which has both rungs
+    for path in sorted((recorded.RECORDS / "one-gpu").glob("*.json")):
+        balanced = [m for m in predict.measured(path) if (m.ranks, m.routing, m.save) == (None, "balanced", "pre")]
+        measured |= {(m.shape, m.rung, m.what): m.ms for m in balanced if "+" not in m.what}
+        print(f"{path.stem}: T = 16384, balanced; medians of three rounds in turns, from CUDA graphs")
+    print("not the benchmarks, whose newest record does not have this rung; mega: the best settings of that run")
 print(f"\n{'':16} {'':10} {'persistent':>12} {'mega':>8} {'change':>8} {'by the model':>13}")
-for shape in ("qwen3-30b-a3b", "qwen3-235b-a22b"):
-    for direction in ("forward", "backward"):
-        below, here = (measured[shape, name, direction] for name in ("persistent", "mega"))
+for shape in SHAPES if all(measured.values()) else ():
+    for direction in roofline.DIRECTIONS:
+        below, here = (measured[shape, rung, direction] for rung in RUNGS)
         foreseen = predicted[shape, direction]
         print(f"{shape:16} {direction:10} {below:9.2f} ms {here:8.2f} {here / below - 1:+8.1%} {foreseen:+13.1%}")
-    below, here = (sum(measured[shape, name, d] for d in ("forward", "backward")) for name in ("persistent", "mega"))
+    below, here = (sum(measured[shape, rung, d] for d in roofline.DIRECTIONS) for rung in RUNGS)
     print(f"{shape:16} {'both':10} {below:9.2f} ms {here:8.2f} {here / below - 1:+8.1%}   speed {below / here:.2f}")
 
 # %% [markdown]
-# A negative result, then: on one GPU this rung runs at 0.95 to 0.97 of the speed of the rung below: in
-# that run its dact spilled registers and was 0.06 and 0.10 ms slower than it is now, which is taken off here. (Spread is
-# up to ±0.1 ms on the smaller layer and ±1 ms for forward on the larger one, so single lines prove little. All four
-# point the same way.) Not because of waits: groups of 2, 4, 8 or 16 experts change forward by 0.06 ms on the smaller layer. What
-# the model leaves out is a thing that the rung below can do, and this one cannot.
+# In the run of 2026-11-29 from CUDA graphs that was a negative result: on one GPU this rung ran at 0.95 to 0.97 of the
+# speed of the rung below. (In that run persistent's dact spilled registers and was 0.06 and 0.10 ms slower than it is
+# now, which is taken off in these two numbers. Spread is up to ±0.1 ms on the smaller layer and ±1 ms for forward on the
+# larger one, so single lines prove little. All four pointed the same way.) Not because of waits: groups of 2, 4, 8 or 16
+# experts changed forward by 0.06 ms on the smaller layer. What the model leaves out is a thing that the rung below can
+# do, and this one cannot.
 #
 # There, down takes strips of four tiles and dx strips of two, *flattened*: one loop over the tiles of a strip and their
 # steps, so that the loads of a tile begin under the epilogue of the one before. Here a strip is one tile. Flattened
@@ -841,7 +844,7 @@ for shape in ("qwen3-30b-a3b", "qwen3-235b-a22b"):
 # %%
 print(f"{'':25}{'predicted, up to':>22}{'measured':>20}")
 print(f"{'':25}{'ends gain':>10}{'seams cost':>12}{'mega - persistent':>20}   pipeline stages below, here")
-for shape in ("qwen3-30b-a3b", "qwen3-235b-a22b"):
+for shape in SHAPES if all(measured.values()) else ():
     p = PRESETS[shape]
     below = nearest("sm_90", p.H, p.I).tiles
     for direction, kind, columns, kinds, of in (
@@ -872,8 +875,23 @@ for shape in ("qwen3-30b-a3b", "qwen3-235b-a22b"):
 # - *Weight gradients in tiles of 128 × 256* instead of 256 × 128: 6 % slower backward on the larger layer.
 # - *Looking up a row one tile ahead* in backward, as forward does: no difference in what the compiler spills.
 #
-# If you train on one GPU, use `stage="persistent"`, which is why it is the default. This rung is the one to build on.
+# ## The flag
 #
+# If you train on one GPU, use `stage="persistent"`, which is why it is the default. This rung is the one to build on.
+
+# %%
+torch.manual_seed(0)
+layer = MoE(hidden_size=16, intermediate_size=12, num_experts=3, top_k=2, device=device)
+tokens = torch.randn(4, 16)
+for name in ("persistent", "mega"):
+    layer.stage = name
+    layer.zero_grad()
+    loss = layer(tokens).square().mean()
+    loss.backward()
+    norm = layer.experts.down_proj.grad.norm()
+    print(f'stage="{layer.stage}": loss {loss.item():.6f}, norm of the gradient of down_proj {norm.item():.6f}')
+
+# %% [markdown]
 # ## Your own layer
 #
 # ```sh
@@ -892,26 +910,22 @@ for shape in ("qwen3-30b-a3b", "qwen3-235b-a22b"):
 #
 # ## Exercises
 #
-# 1. All experts in one group: which order of tiles is that? The model above says that hardly anybody waits then. So why
-#    have groups at all? Count, for Qwen3-30B-A3B forward, balanced, what passes through the cache between a row block's
-#    gate_up and its down: what tiles store (pre and act, or slots), and the weights that they read. Take groups of 1,
-#    2, 4 and 128 experts, and an L2 cache of 50 MB.
-# 2. Programs could do without tickets: of P programs, program n takes tiles n, n + P, n + 2P, ... of the table. Is that
-#    right if the GPU runs all P at once? And if it holds only some of them, and starts another where one ends?
+# **1.** All experts in one group: which order of tiles is that? The model above says that hardly anybody waits then. So
+# why have groups at all? Count, for Qwen3-30B-A3B forward, balanced, what passes through the cache between a row block's
+# gate_up and its down: what tiles store (pre and act, or slots), and the weights that they read. How many MB are that for
+# groups of 1 and of 2 experts, and how many GB for one group of all? Which of them would an L2 cache of 50 MB hold?
 #
 # ??? success "Answer"
-#     1. All gate_up tiles, then all down tiles, then combine: the order of the rung below, only that no line is drawn
-#        between them. Small groups are for the cache. Between gate_up and down of a row block stand the tiles of one
-#        group of both kinds, and of its own group what is left: some 29 MB for each expert of a group. With groups of 1
-#        act might still be in the cache, but then many tiles wait; with groups of 2, 58 MB pass, and with one group for
-#        all 1.4 GB. So whoever wants no waits cannot count on the cache here. As the text says it hardly matters: to
-#        read all of act from memory takes an H200 0.04 ms. Nor did it when measured.
-#     2. With all at once it is right. Take the lowest tile that is not done: its program has done all its lower tiles,
-#        so it is at this one, and all this one waits for is done. If only some are there, the lowest tile may belong to
-#        a program that has not started. Those that run wait for it, do not end, and make no room: a deadlock. With
-#        tickets no tile belongs to anybody before it is drawn.
+#     All gate_up tiles, then all down tiles, then combine: the order of the rung below, only that no line is drawn
+#     between them. Small groups are for the cache. Between gate_up and down of a row block stand the tiles of one group
+#     of both kinds, and of its own group what is left: some 29 MB for each expert of a group. With groups of 1 act might
+#     still be in the cache, but then many tiles wait; with groups of 2, 58 MB pass, and with one group for all 1.4 GB. So
+#     whoever wants no waits cannot count on the cache here. It hardly matters: to read all of act from memory takes an
+#     H200 0.04 ms. Nor did it when measured.
 
 # %% tags=["solution"]
+answer = dict(one_MB=29, two_MB=58, all_GB=1.4, held=[1])
+
 p, work_of_layer, _ = real("qwen3-30b-a3b", "forward")
 stored = {"gate_up": 128 * 128 * 3 * 2, "down": 128 * 256 * 2, "combine": 0}  # bytes of a tile: pre and act; slots
 weights = {"gate_up": 2 * p.I * p.H * 2, "down": p.H * p.I * 2}  # of an expert
@@ -925,23 +939,60 @@ for group in (1, 2, 4, 128):
     visited = {(KINDS[t[KIND]], t[EXPERT]) for t in between}
     total = sum(stored[KINDS[t[KIND]]] for t in between) + sum(weights[kind] for kind, _ in visited)
     between_MB[group] = total / 1e6
-    print(
-        f"groups of {group:3}: {len(between):6} tiles and {total / 1e6:6.0f} MB between a block's gate_up and its down"
-    )
-assert between_MB[1] < 50 < between_MB[2] < 1000 < between_MB[128]
+    print(f"groups of {group:3}: {len(between):5} tiles, {total / 1e6:5.0f} MB between a block's gate_up and down")
+assert round(between_MB[1]) == answer["one_MB"] and round(between_MB[2]) == answer["two_MB"]
+assert round(between_MB[128] / 1e3, 1) == answer["all_GB"]
+assert [group for group, MB in between_MB.items() if MB < 50] == answer["held"]
 assert p.R * p.I * 2 / roofline.ceiling("NVIDIA H200").gb_per_s / 1e6 < 0.045  # ms to read act
 _, _, one_group = real("qwen3-30b-a3b", "forward", group=p.E)
 kinds = [tile[KIND] for tile in one_group]
 assert kinds == sorted(kinds) and waits[128, "forward"] <= waits[1, "forward"]
 
+# %% [markdown]
+# **2.** Programs could do without tickets: of P programs, program n takes tiles n, n + P, n + 2P, ... of the table. Does
+# that come to its end if the GPU runs all P at once? And if it holds only some of them, and starts another where one ends?
+#
+# ??? success "Answer"
+#     With all at once it does. Take the lowest tile that is not done: its program has done all its lower tiles, so it is
+#     at this one, and all this one waits for is done. If only some are there, the lowest tile may belong to a program
+#     that has not started. Those that run wait for it, do not end, and make no room: a deadlock. With tickets no tile
+#     belongs to anybody before it is drawn.
+
+# %% tags=["solution"]
+answer = dict(all_at_once=True, some_at_once=False)
+
+
+def comes_to_its_end(draws, resident=None):
+    lengths = [LENGTHS[KINDS[tile[KIND]]] for tile in table]
+    try:
+        return len(play(table, work, example.E, 1, homes, draws, lengths, resident=resident)) == len(table)
+    except Deadlock as deadlock:
+        print(deadlock)
+        return False
+
+
 dealt = lambda programs: [iter(range(n, len(table), programs)) for n in range(programs)]
-lengths = [LENGTHS[KINDS[tile[KIND]]] for tile in table]
-for programs in range(1, 9):
-    assert len(play(table, work, example.E, 1, homes, dealt(programs), lengths)) == len(table)
-try:
-    play(table, work, example.E, 1, homes, dealt(8), lengths, resident=2)
-    raise AssertionError("two of eight programs came to the end")
-except Deadlock as deadlock:
-    print(deadlock)
-assert len(play(table, work, example.E, 1, homes, by_ticket(table, 1, 8), lengths, resident=2)) == len(table)
+assert all(comes_to_its_end(dealt(programs)) == answer["all_at_once"] for programs in range(1, 9))
+assert comes_to_its_end(dealt(8), resident=2) == answer["some_at_once"]
+assert comes_to_its_end(by_ticket(table, 1, 8), resident=2)  # with tickets it always does
 assert len(COLUMNS) == 8
+
+# %% [markdown]
+# ## What comes next
+#
+# This is where the ladder ends today. These are ideas, not promises; each would be a rung if it held what it says.
+#
+# - **Inside the processor.** What [lesson 4](s4_persistent.md#is-it-fast) left over, epilogues during which matrix units
+#   wait and operands that the multiplying threads must fetch, asks for warps with different jobs: some load, some multiply,
+#   some finish. The schedule and its waits would stay as they are. [The design](../design.md#the-ladder) calls it s7.
+# - **Links.** This rung is made for rows that travel while others are multiplied. What that gains on a node is
+#   [predicted](../scaling.md), and has not been measured.
+# - **Less to send.** A token whose experts share a rank could travel once ([an exercise of lesson 5](s5_ranks.md#exercises)
+#   counts it), or in eight bits.
+# - **Less to multiply.** Products of 8 bits are [in the mathematics](../math.md#in-8-bits) and on some rungs. A smaller last
+#   block would spare part of the padding.
+# - **Other GPUs.** Block sizes were measured on one type of GPU. `mega-moe tune` measures on yours.
+#
+# To try one of them: [how to add a rung](../design.md#the-ladder) takes four files, and every test, table and benchmark
+# of the ladder then has it. If you only came to learn: [the comparison](../comparison.md) says whose kernels to read next,
+# and what they do better.
