@@ -364,8 +364,8 @@ for expert, block, rows in table.longest_first.tolist():
 
 # %%
 blocks = table.row_blocks[:live_blocks].tolist()
-over_rows = [f"block {n}, rows {row} to {row + held - 1}" for n, (_, row, held) in enumerate(blocks)]
-over_experts = [f"expert {expert}, all its {rows} rows" for expert, _, rows in table.longest_first.tolist()]
+over_rows = [f"block {n}, rows {list(range(row, row + held))}" for n, (_, row, held) in enumerate(blocks)]
+over_experts = [f"expert {expert}, rows: {rows}" for expert, _, rows in table.longest_first.tolist()]
 times = table.longest_first[:, 2].tolist()
 for kernel, tiles, lengths in (("down", over_rows, [2] * live_blocks), ("dw_down", over_experts, times)):
     print(kernel)

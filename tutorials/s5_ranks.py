@@ -782,9 +782,9 @@ for names in (
 
 # %% tags=["hide-input"]
 print(record)
-over_ranks = {(shape, c) for shape, c, _ in record.rows if c == "ranks" or "-over-" in c}
+over_ranks = dict.fromkeys((shape, c) for shape, c, _ in record.rows if c == "ranks" or "-over-" in c)
 for shape in record.problems:
-    for contestant in ("persistent", *sorted(c for of, c in over_ranks if of == shape)):
+    for contestant in ("persistent", *(c for of, c in over_ranks if of == shape)):
         times = [record.ms(shape, contestant, direction) for direction in roofline.DIRECTIONS]
         if all(times):
             print(f"{shape:16} {contestant:16} forward {times[0]:6.2f} ms, backward {times[1]:6.2f} ms")
