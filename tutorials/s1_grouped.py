@@ -92,7 +92,7 @@ def launches_of(rung, experts):
 
 
 for rung in (reference, grouped):
-    counts = {experts: sum(map(len, launches_of(rung, experts).values())) for experts in (2, 8, 32)}
+    counts = {experts: sum(map(len, launches_of(rung, experts).values())) for experts in (2, 4, 16)}
     print(f"{rung.name:9}", "   ".join(f"{experts:2} experts: {n:3} launches" for experts, n in counts.items()))
 
 # %% [markdown]

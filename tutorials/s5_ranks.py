@@ -645,21 +645,27 @@ for buffer in (0, 1):
 #
 # ## What it costs
 #
-# **Launches.** Counted on a second call, for four ranks. For one there are as many:
+# **Launches.** Counted on a second call, for eight tokens over four ranks. Over one rank there are as many:
 
 # %%
-one_rank = LocalHeaps(ranks=1, max_tokens=64)
-unsplit = inputs.problem(heap=one_rank.key, tokens_per_rank=(64,))
-counts = {}
-for name, rung, of in (("persistent", persistent, problem), ("ranks", ranks, split), ("one", ranks, unsplit)):
-    _, kept = rung.forward(of, inputs)
-    forward = launches(lambda: rung.forward(of, inputs), device)
-    backward = launches(lambda: rung.backward(of, inputs, kept, tiny_dy), device)
-    counts[name] = len(forward), len(backward)
-    if name != "one":
-        print(f"{name}: {len(forward)} launches forward, {len(backward)} backward")
-        print(f"    {', '.join(forward)}\n    {', '.join(backward)}\n")
-assert counts["one"] == counts["ranks"]
+few, few_dy = random_inputs(PRESETS["tiny"].at(T=8, H=16, I=16, E=4, device=device))
+few_heaps = {W: LocalHeaps(ranks=W, max_tokens=8) for W in (1, 4)}
+few_over = {W: few.problem(heap=heap.key, tokens_per_rank=(8 // W,) * W) for W, heap in few_heaps.items()}
+
+
+def launched(rung, of):
+    """The names of what it launches forward, and backward."""
+    _, kept = rung.forward(of, few)
+    rung.backward(of, few, kept, few_dy)
+    forward = launches(lambda: rung.forward(of, few), device)
+    return forward, launches(lambda: rung.backward(of, few, kept, few_dy), device)
+
+
+for rung, of in ((persistent, few.problem()), (ranks, few_over[4])):
+    forward, backward = launched(rung, of)
+    print(f"{rung.name}: {len(forward)} launches forward, {len(backward)} backward")
+    print(f"    {', '.join(forward)}\n    {', '.join(backward)}\n")
+assert launched(ranks, few_over[1]) == (forward, backward)
 
 # %% [markdown]
 # Of the new ones, arange and zeros_like are torch's: they write down that row r is token r. pre is kept here; where it
@@ -765,10 +771,7 @@ grads = mega.backward(split, inputs, saved, tiny_dy)
 equal = all(torch.equal(ours, theirs) for ours, theirs in zip([y, *grads.tensors()], alone))
 print("mega over four ranks: the same bits as on one rank:", equal)
 assert equal or device == "cuda"
-for names in (
-    launches(lambda: mega.forward(split, inputs), device),
-    launches(lambda: mega.backward(split, inputs, saved, tiny_dy), device),
-):
+for names in launched(mega, few_over[4]):
     print(", ".join(names))
 
 # %% [markdown]
