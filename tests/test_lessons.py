@@ -82,6 +82,19 @@ def test_two_exercises_or_more_each_with_an_answer_and_its_check(taught):
 
 
 @each_rung
+def test_the_text_of_an_answer_says_what_its_check_asserts(taught):
+    """Each number of `answer` stands in the text above it, 0.36 as 36 % perhaps."""
+    exercise = r'^# \?\?\? success "Answer"$(.*?)^# %% tags=\["solution"\]\nanswer = (.*?)\n\n'
+    answers = re.findall(exercise, source_of(taught), re.MULTILINE | re.DOTALL)
+    assert len(answers) >= 2
+    for text, answer in answers:
+        said = {float(number) for number in re.findall(r"\d+(?:\.\d+)?", re.sub(r"(?<=\d),(?=\d)", "", text))}
+        literals = [node.value for node in ast.walk(ast.parse(answer)) if isinstance(node, ast.Constant)]
+        numbers = [value for value in literals if type(value) in (int, float)]
+        assert all(number in said or round(100 * number) in said for number in numbers), answer
+
+
+@each_rung
 def test_a_wrong_answer_is_refused(taught):
     """Each number of each answer, put wrong, makes the exercise's own check raise."""
     (lesson,) = (path for path in recording.LESSONS if path.stem == taught.module)

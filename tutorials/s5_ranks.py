@@ -843,9 +843,9 @@ for name in ("ranks", "mega"):
 # ??? success "Answer"
 #     A rank has E/W experts, and a token misses all of them with probability
 #     $\binom{E - E/W}{K} / \binom{E}{K}$. So a token visits $W (1 - \binom{E-E/W}{K}/\binom{E}{K})$ ranks and not K.
-#     For E = 128, K = 8, W = 8 that is 5.3 instead of 8: a third of dispatch is saved. With 2 ranks it is three quarters.
-#     The way back can save as much if the owner adds up a token's rows before it pushes them. But it must weight them
-#     for that, and the sum is then no longer in slot order: the bits depend on where experts live.
+#     For E = 128, K = 8, W = 8 that is 5.3 instead of 8: 33 % of dispatch is saved. With 2 ranks it is 75 %. The way back
+#     can save as much if the owner adds up a token's rows before it pushes them. But it must weight them for that, and
+#     the sum is then no longer in slot order: the bits depend on where experts live.
 
 # %% tags=["solution"]
 answer = dict(ranks=5.3, saved=0.33, saved_with_two=0.75)
