@@ -185,7 +185,7 @@ table(
     (
         f"links and matrix units that wait for each other, over {W} GPUs",
         f"{travels:.2f} ms of travelling, and then the products",
-        "not measured over links yet",
+        "[over two GPUs](../results.md#2-gpus-of-one-host)",
         "[5](s5_ranks.md), [6](s6_mega.md)",
     ),
 )

@@ -42,7 +42,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads this when it is imported, below
 
-from mega_moe import MoE, predict, recorded, roofline, routing
+from mega_moe import MoE, recorded, roofline, routing
 from mega_moe.kernels.blocks import Elementwise, blocks_of_target, mega_for, nearest
 from mega_moe.kernels.schedule import backward_work, forward_work, plan_and_schedule
 from mega_moe.launches import launches
@@ -220,8 +220,8 @@ for shape in ("qwen3-30b-a3b", "qwen3-235b-a22b"):
 # bother, then? Because of what may stand in such a slit. Where experts are shared by several GPUs, rows have to travel
 # between the steps, and while a launch does nothing but move them no matrix unit works. Here a tile may wait for its
 # rows while others are multiplied: [lesson 5](s5_ranks.md#what-it-costs) counts how much there is to be had. Here is the
-# machine for that, on one GPU, where everything can be checked. What it does for an exchange over links is not measured
-# yet.
+# machine for that, on one GPU, where everything can be checked. What it does for an exchange over links
+# [was measured on two](../results.md#2-gpus-of-one-host).
 #
 # ## The idea: lagged groups
 #
@@ -810,14 +810,7 @@ plt.show()
 # %% tags=["hide-input"]
 SHAPES, RUNGS = ("qwen3-30b-a3b", "qwen3-235b-a22b"), ("persistent", "mega")
 measured = {(s, rung, d): record.ms(s, rung, d) for s in SHAPES for rung in RUNGS for d in roofline.DIRECTIONS}
-if all(measured.values()):
-    print(record)
-else:  # a run of one GPU, apart from the benchmarks, which has both rungs
-    for path in sorted((recorded.RECORDS / "one-gpu").glob("*.json")):
-        balanced = [m for m in predict.measured(path) if (m.ranks, m.routing, m.save) == (None, "balanced", "pre")]
-        measured |= {(m.shape, m.rung, m.what): m.ms for m in balanced if "+" not in m.what}
-        print(f"{path.stem}: T = 16384, balanced; medians of three rounds in turns, from CUDA graphs")
-    print("not the benchmarks, whose newest record does not have this rung; mega: the best settings of that run")
+print(record if all(measured.values()) else "The newest record does not have both rungs")
 print(f"\n{'':16} {'':10} {'persistent':>12} {'mega':>8} {'change':>8} {'by the model':>13}")
 for shape in SHAPES if all(measured.values()) else ():
     for direction in roofline.DIRECTIONS:
@@ -828,12 +821,11 @@ for shape in SHAPES if all(measured.values()) else ():
     print(f"{shape:16} {'both':10} {below:9.2f} ms {here:8.2f} {here / below - 1:+8.1%}   speed {below / here:.2f}")
 
 # %% [markdown]
-# In the run of 2026-11-29 from CUDA graphs that was a negative result: on one GPU this rung ran at 0.95 to 0.97 of the
-# speed of the rung below. (In that run persistent's dact spilled registers and was 0.06 and 0.10 ms slower than it is
-# now, which is taken off in these two numbers. Spread is up to ±0.1 ms on the smaller layer and ±1 ms for forward on the
-# larger one, so single lines prove little. All four pointed the same way.) Not because of waits: groups of 2, 4, 8 or 16
-# experts changed forward by 0.06 ms on the smaller layer. What the model leaves out is a thing that the rung below can
-# do, and this one cannot.
+# A negative result: in the run of 2026-11-30 this rung runs on one GPU at 0.94 of the speed of the rung below on the
+# smaller layer, and at 0.99 on the larger. (An earlier run, of CUDA graphs, had 0.97 and 0.95: runs differ by as much as
+# the rungs do. All eight lines of the two point the same way.) Not because of waits: groups of 2, 4, 8 or 16 experts
+# changed forward by 0.06 ms on the smaller layer. What the model leaves out is a thing that the rung below can do, and
+# this one cannot.
 #
 # There, down takes strips of four tiles and dx strips of two, *flattened*: one loop over the tiles of a strip and their
 # steps, so that the loads of a tile begin under the epilogue of the one before. Here a strip is one tile. Flattened
@@ -862,11 +854,10 @@ for shape in SHAPES if all(measured.values()) else ():
         )
 
 # %% [markdown]
-# So the seams of one product can cost more than all ends of launches together. On the smaller layer the measurements
-# lie between the two, as they should if flattening hides a part of the 5 µs. On the larger one forward loses all of it,
-# though no more than its spread; backward loses more than seams explain. What else differs is the last column: on the
-# rung below each kernel has the number of pipeline stages that was the fastest for it, and here a direction has one.
-# What that costs was not measured apart.
+# So the seams of one product can cost more than all ends of launches together. On the larger layer the measurements
+# lie between the two, as they should if flattening hides a part of the 5 µs. On the smaller one both directions lose a
+# little more than seams explain. What else differs is the last column: on the rung below each kernel has the number of
+# pipeline stages that was the fastest for it, and here a direction has one. What that costs was not measured apart.
 #
 # These were tried, and did not help ([the figures](../measuring.md#what-was-tried)):
 #
@@ -985,8 +976,10 @@ assert len(COLUMNS) == 8
 # - **Inside the processor.** What [lesson 4](s4_persistent.md#is-it-fast) left over, epilogues during which matrix units
 #   wait and operands that the multiplying threads must fetch, asks for warps with different jobs: some load, some multiply,
 #   some finish. The schedule and its waits would stay as they are. [The design](../design.md#the-ladder) calls it s7.
-# - **Links.** This rung is made for rows that travel while others are multiplied. What that gains on a node is
-#   [predicted](../scaling.md), and has not been measured.
+# - **Links.** This rung is made for rows that travel while others are multiplied. Over
+#   [two GPUs](../results.md#2-gpus-of-one-host) it is ahead of launches apart on one layer and behind on the other, where
+#   its tiles take longer than alone. Why, is the next thing to find out; what eight would gain is
+#   [predicted](../scaling.md).
 # - **Less to send.** A token whose experts share a rank could travel once ([an exercise of lesson 5](s5_ranks.md#exercises)
 #   counts it), or in eight bits.
 # - **Less to multiply.** Products of 8 bits are [in the mathematics](../math.md#in-8-bits) and on some rungs. A smaller last
