@@ -72,11 +72,11 @@ def down_backward(
     The weight goes to act, which is narrower than dy. An expert without rows sums nothing: its dw_down is zero.
     """
     weighted_act = (weight_of_row[:, None].to(wide(act)) * act).to(act.dtype)
-    experts = list(enumerate(plan.experts()))
-    dy_by_row, w = format.rows(dy_rows), format.weights(w_down.mT).mT
-    dact = torch.cat([dy_by_row[own] @ w[e] for e, own in experts])
+    experts = plan.experts()
+    dy_by_row = format.rows(dy_rows)
+    dact = torch.cat([dy_by_row[own] @ format.weights(w.T).T for own, w in zip(experts, w_down, strict=True)])
     dy_by_column, act_by_column = (format.columns(t, plan.row_start) for t in (dy_rows, weighted_act))
-    dw_down = torch.stack([dy_by_column[own].T @ act_by_column[own] for _, own in experts])
+    dw_down = torch.stack([dy_by_column[own].T @ act_by_column[own] for own in experts])
     return dact.to(act.dtype), dw_down.to(act.dtype)
 
 
@@ -123,13 +123,16 @@ def gate_up_backward(
     drow_h            = sum_c sum_i dpre_ci w_cih          drows, (R, H): gate's and up's part in one sum
     dw_gate_up[e]_cih = sum_rows dpre_ci row_h             zero for an expert without rows
     """
-    experts = list(enumerate(plan.experts()))
-    dpre_by_row, w = format.rows(dpre), format.weights(w_gate_up.mT).mT
-    drows = torch.cat([dpre_by_row[own].flatten(1) @ w[e].flatten(0, 1) for e, own in experts])
-    dpre_by_column, rows_by_column = (format.columns(t, plan.row_start) for t in (dpre, rows))
-    dw_gate_up = torch.stack(
-        [torch.einsum("rci,rh->cih", dpre_by_column[own], rows_by_column[own]) for _, own in experts]
+    experts = plan.experts()
+    dpre_by_row = format.rows(dpre)
+    drows = torch.cat(
+        [
+            dpre_by_row[own].flatten(1) @ format.weights(w.mT).mT.flatten(0, 1)
+            for own, w in zip(experts, w_gate_up, strict=True)
+        ]
     )
+    dpre_by_column, rows_by_column = (format.columns(t, plan.row_start) for t in (dpre, rows))
+    dw_gate_up = torch.stack([torch.einsum("rci,rh->cih", dpre_by_column[own], rows_by_column[own]) for own in experts])
     return drows.to(rows.dtype), dw_gate_up.to(rows.dtype)
 
 

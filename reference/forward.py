@@ -66,8 +66,9 @@ def dispatch(x: Tensor, plan: Plan) -> Tensor:
 
 def gate_up(rows: Tensor, w_gate_up: Tensor, plan: Plan, format: Format = AS_IS) -> Tensor:
     """Multiply each expert's rows with both of its first matrices: (R, H) -> pre (R, 2, I)."""
-    x, w = format.rows(rows), format.weights(w_gate_up)
-    pre = torch.cat([torch.einsum("rh,cih->rci", x[own], w[e]) for e, own in enumerate(plan.experts())])
+    x = format.rows(rows)
+    experts = zip(plan.experts(), w_gate_up, strict=True)
+    pre = torch.cat([torch.einsum("rh,cih->rci", x[own], format.weights(w)) for own, w in experts])
     return pre.to(rows.dtype)
 
 
@@ -90,8 +91,9 @@ def clamp(pre: Tensor, swiglu_limit: float | None) -> tuple[Tensor, Tensor]:
 
 def down(act: Tensor, w_down: Tensor, plan: Plan, format: Format = AS_IS) -> Tensor:
     """Multiply each expert's rows with its last matrix: act (R, I) -> out (R, H)."""
-    a, w = format.rows(act), format.weights(w_down)
-    return torch.cat([a[own] @ w[e].T for e, own in enumerate(plan.experts())]).to(act.dtype)
+    a = format.rows(act)
+    experts = zip(plan.experts(), w_down, strict=True)
+    return torch.cat([a[own] @ format.weights(w).T for own, w in experts]).to(act.dtype)
 
 
 def combine(out: Tensor, topk_weights: Tensor, row_of_slot: Tensor) -> Tensor:
