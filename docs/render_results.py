@@ -37,6 +37,7 @@ KEPT = (
     "label",
     "kind",
     "ranks",
+    "precision",
     "interpreted",
     "tflops",
     "share_of_dense",
@@ -44,6 +45,7 @@ KEPT = (
     "peak_bytes",
     "heap_bytes",
     "errors",
+    "losses",
     "shares_of_budget",
 )
 """What a record keeps of a benchmark's extra_info, beside its times."""
@@ -279,6 +281,7 @@ def tables(record: dict) -> str:
                 parts.append(_layer(on_one_rank))
             if not is_cpu(record):
                 parts += _verdict(layer)
+                parts += _eight_bits(layer)
             parts += _exchanging(layer)
         if gemms:
             parts += ["Its grouped GEMMs, each alone: TFLOP/s (milliseconds).", _gemms(gemms)]
@@ -455,17 +458,32 @@ def _verdict(layer: list[dict]) -> list[str]:
         return []
     labels = {row["contestant"]: row["label"] for row in layer}
 
-    def each(text: Callable[[str], str], unit: str = "") -> str:
-        return f"{text(BOTH)}{unit} (forward {text('forward')}, backward {text('backward')})"
-
-    share = each(lambda direction: f"{dense[direction] / ms[direction]:.0%}", " of the speed of the dense products")
-    goal = each(lambda direction: f"{dense[direction] / GOAL:.2f} instead of {ms[direction]:.2f}", " ms")
+    share = _each(lambda direction: f"{dense[direction] / ms[direction]:.0%}", " of the speed of the dense products")
+    goal = _each(lambda direction: f"{dense[direction] / GOAL:.2f} instead of {ms[direction]:.2f}", " ms")
     claims = [share, f"at {GOAL:.0%} it would take {goal}"]
     for rival in RIVALS:
         if times := _medians(layer, rival):
             ratio = lambda direction, times=times: f"{times[direction] / ms[direction]:.2f}"
-            claims.append(each(ratio, f" times as fast as {labels[rival]}"))
+            claims.append(_each(ratio, f" times as fast as {labels[rival]}"))
     return [f"**{labels[TAKEN_APART]}**, both directions together: {'; '.join(claims)}."]
+
+
+def _eight_bits(layer: list[dict]) -> list[str]:
+    """A sentence on each rung in 8 bits beside itself in bf16; none where that was not measured. The first records do
+    not say their precision, which is bf16."""
+    sentences = []
+    for rows in _by_contestant(layer):
+        name, precision, label = (rows[0].get(key) for key in ("contestant", "precision", "label"))
+        ms, bf16 = _medians(layer, name), _medians(layer, name.removesuffix(f"-{precision}"))
+        if precision in (None, "bf16") or rows[0]["kind"] != "rung" or not ms or not bf16:
+            continue
+        ratio = lambda direction, ms=ms, bf16=bf16: f"{bf16[direction] / ms[direction]:.2f}"
+        errors, losses = _errors(rows[0]["errors"]), _errors(rows[0]["losses"])
+        sentences.append(
+            f"**{label}**, both directions together: {_each(ratio, ' times as fast as in bf16')}; its errors are "
+            f"{errors}, the reference's in {precision} {losses}."
+        )
+    return sentences
 
 
 def _taken_apart(layer: list[dict], gemms: list[dict], problem: dict, ceiling: roofline.Ceiling | None) -> list[str]:
@@ -507,6 +525,11 @@ def _taken_apart(layer: list[dict], gemms: list[dict], problem: dict, ceiling: r
         "that is, and what share of the layer's time."
     )
     return [caption, _markdown(header, [line(name, row) for name, row in figures.items()])]
+
+
+def _each(text: Callable[[str], str], unit: str = "") -> str:
+    """What `text` says of both directions together, and then of each."""
+    return f"{text(BOTH)}{unit} (forward {text('forward')}, backward {text('backward')})"
 
 
 def _medians(layer: list[dict], contestant: str) -> dict[str, float] | None:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,9 +45,14 @@ def test_every_contestant_is_checked_timed_and_rendered(tmp_path):
     rows = {(b["group"], b["extra_info"]["contestant"]): b for b in report["benchmarks"]}
     contestants = {contestant for _, contestant in rows}
     over_ranks = {f"{rung.name}-over-2" for rung in LADDER if rung.over_ranks}
-    interpreted = {rung.name for rung in LADDER if rung.needs_triton} | over_ranks
-    everybody = {rung.name for rung in LADDER} | over_ranks | {"torch", "torch-compiled", "transformers", "cublas"}
-    assert everybody <= contestants
+    kernels = [rung for rung in LADDER if rung.needs_triton]
+    eight_bits = {f"{rung.name}-{p}": p for rung in kernels for p in rung.precisions if p != "bf16"}
+    interpreted = {rung.name for rung in kernels} | over_ranks | eight_bits.keys()
+    ceilings = {"cublas": "bf16", "cublas-fp8": "fp8", "cublas-fp8_bwd": "fp8_bwd"}
+    everybody = (
+        {rung.name for rung in LADDER} | interpreted | {"torch", "torch-compiled", "transformers"} | ceilings.keys()
+    )
+    assert everybody <= contestants and "persistent-fp8" in eight_bits
 
     for (_, contestant), benchmark in rows.items():
         info, stats = benchmark["extra_info"], benchmark["stats"]
@@ -55,7 +61,11 @@ def test_every_contestant_is_checked_timed_and_rendered(tmp_path):
         assert info["interpreted"] == (contestant in interpreted)
         assert info.get("ranks", 1) == (2 if contestant in over_ranks else 1)
         assert info["tflops"] is None, "a CPU's rate is no rate"
-        if contestant != "cublas":
+        if "gemm" not in info:
+            assert info["precision"] == (eight_bits | ceilings).get(contestant, "bf16")
+        if contestant in eight_bits:
+            assert info["losses"]["dx"] > 0.04 and info["errors"]["dx"] == pytest.approx(info["losses"]["dx"], rel=0.05)
+        elif contestant not in ceilings:
             assert info["errors"] and all(error < 0.01 for error in info["errors"].values())
     both, forward, backward = (
         rows[f"tiny: {direction}", "grouped"]["stats"]["data"]
@@ -101,6 +111,78 @@ def test_wrong_results_get_no_time(measuring):
     assert "no time without parity: y" in measured["rung over budget"].failure
     assert "out of memory" in measured["broken"].failure
     assert measured["missing"].why_not == "not installed"
+
+
+def test_8_bits_are_held_to_what_8_bits_lose(measuring):
+    """The reference as a contestant in fp8: as it is; off by shares of itself; and as one that rounds nothing."""
+    from contestants import CONTESTANTS
+
+    reference = CONTESTANTS["reference"]
+
+    def off_by(share, problem, inputs, dy):
+        runner = reference.start(problem, inputs, dy)
+        return replace(runner, forward=lambda: runner.forward() * (1 + share))
+
+    def in_bf16(problem, inputs, dy):
+        return reference.start(problem.at(precision="bf16"), inputs, dy)
+
+    in_fp8 = replace(reference, precision="fp8")
+    measured = measuring.measure_layer(
+        PRESETS["tiny"].at(device="cpu"),
+        [
+            replace(in_fp8, name="right"),
+            replace(in_fp8, name="wrong", start=partial(off_by, 0.03), kind="peer"),
+            replace(in_fp8, name="not in 8 bits", start=in_bf16, kind="peer"),
+            replace(in_fp8, name="half of it", precision="fp8_bwd"),
+        ],
+    )
+
+    assert {name for name, m in measured.items() if m.seconds} == {"right", "half of it"}
+    right, half = measured["right"], measured["half of it"]
+    assert all(0.04 < loss < 0.1 for loss in right.losses.values())
+    assert right.errors == pytest.approx(right.losses, rel=0.03)
+    assert half.losses["y"] < 1e-6 and half.errors["y"] < 0.01 and half.losses["dx"] > 0.04
+    assert all(0 < share <= 1 for m in (right, half) for share in m.shares.values())
+    assert "no time without parity: y" in measured["wrong"].failure
+    assert "no time without parity: y, dx" in measured["not in 8 bits"].failure
+
+
+def test_errors_add_up_in_squares(measuring):
+    """0.06 and 0.02 at right angles are 0.063; 0.02 of bf16 is 0.02 of everything."""
+    losses = dict(y=0.06, dx=0.0)
+    for y, dx, out in ((0.0632, 0.0199, []), (0.0633, 0, ["y"]), (0.0565, 0, ["y"]), (0.0566, 0.0201, ["dx"])):
+        assert measuring.astray(dict(y=y, dx=dx), losses) == out
+    assert measuring.astray(dict(y=float("nan"), dx=float("inf")), losses) == ["y", "dx"]
+
+
+def test_one_oracle_is_held_at_a_time(measuring, monkeypatch):
+    """Each holds the layer's results in float64, and takes several times as much while it makes them."""
+    from contestants import CONTESTANTS
+
+    made = []
+
+    class Watched(measuring.Oracle):
+        def __init__(self, *facts):
+            assert not [oracle for oracle in made if oracle()], "the one before is still held"
+            super().__init__(*facts)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(measuring, "Oracle", Watched)
+    contestants = [
+        replace(CONTESTANTS["reference"], name=precision, precision=precision) for precision in ("fp8", "bf16", "mxfp8")
+    ]
+    measured = measuring.measure_layer(PRESETS["tiny"].at(device="cpu"), contestants)
+    assert len(made) == 4 and all(m.seconds for m in measured.values())
+
+
+def test_the_dense_products_in_8_bits_are_products(measuring):
+    from contestants import product, product_of_codes
+
+    a, b = (torch.randn(32, 32, generator=torch.Generator().manual_seed(0)).bfloat16() for _ in range(2))
+    for left, right in ((a, b), (a.mT, b), (a, b.mT)):
+        exact = left.double() @ right.double()
+        assert measuring.relative_l2(product(left, right)(), exact) < 0.005
+        assert 0.01 < measuring.relative_l2(product_of_codes(left, right)(), exact) < 0.06
 
 
 def test_a_wrong_gemm_is_seen(measuring):
@@ -353,6 +435,33 @@ def test_others_are_taken_from_the_newest_run_that_has_them():
     assert found["plain torch, torch.compile"] == ["2.50", "0.88", "1.20"]
     assert found["SonicMoE, CuTe"] == ["0.47", "0.32", "0.35 (2026-11-01)"]
     assert "2026-12-01, or on the date that stands there" in text
+
+
+def test_8_bits_stand_beside_16():
+    """10 ms, and 2 forward, in bf16; 8 and 1.6 in fp8: 1.25 times as fast in both directions."""
+    record = taken_apart()
+    template = record["rows"][0]
+    facts = dict(contestant="persistent-fp8", label="mega_moe, persistent, fp8", precision="fp8")
+    facts |= dict(errors=dict(y=0.0636, dx=0.065, dw_down=0.063), losses=dict(y=0.064, dx=0.0651, dw_down=0.062))
+    fp8 = [
+        template | facts | dict(direction=direction, ms=dict(median=ms, q1=ms, q3=ms, samples=9))
+        for direction, ms in (("forward", 1.6), ("backward", 6.4), ("forward+backward", 8.0))
+    ]
+    both = record | {"rows": [*record["rows"], *fp8]}
+    sentence = (
+        "**mega_moe, persistent, fp8**, both directions together: 1.25 times as fast as in bf16 (forward 1.25, "
+        "backward 1.25); its errors are 6.36% / 6.30%-6.50%, the reference's in fp8 6.40% / 6.20%-6.51%."
+    )
+
+    text = render_results.tables(both)
+    assert sentence in text
+    assert ["**mega_moe, persistent, fp8**", "1.60 ± 0.00", "6.40 ± 0.00", "8.00 ± 0.00"] in [
+        c[:4] for c in cells(text)
+    ]
+    assert "**mega_moe, persistent, fp8**" in render_results.summary(both)
+    assert "fp8" not in render_results.beside_others(both), "bf16 beside bf16"
+    assert "as in bf16" not in render_results.tables(record)
+    assert "as in bf16" not in render_results.tables(without(both, "persistent"))
 
 
 def test_headings_say_what_was_kept_if_it_was_not_the_usual():

@@ -16,6 +16,7 @@ from cases import DEVICE
 from torch import Tensor
 
 from mega_moe import LADDER, LocalHeaps, Problem, moe
+from mega_moe.reference.quantize import E4M3_MAX, formats
 from mega_moe.shapes import Grads, Inputs
 from mega_moe.symmetric import shares
 
@@ -35,7 +36,8 @@ class Runner:
 @dataclass(frozen=True)
 class Contestant:
     """`name` is for the command line, `label` for tables; `kind` is "rung", "peer" or "ceiling"; `ranks` share the
-    tokens and the experts, all of them in this process."""
+    tokens and the experts, all of them in this process; `precision` is what its products read, and that of the problem
+    which the functions get."""
 
     name: str
     label: str
@@ -44,6 +46,7 @@ class Contestant:
     why_not: Callable[[Problem], str | None] = lambda problem: None
     needs_triton: bool = False
     ranks: int = 1
+    precision: str = "bf16"
 
 
 def differentiate(call: Callable[..., Tensor], leaves: list[Tensor], dy: Tensor, as_grads=Grads) -> Runner:
@@ -55,9 +58,10 @@ def differentiate(call: Callable[..., Tensor], leaves: list[Tensor], dy: Tensor,
 def rung(stage: str, problem: Problem, inputs: Inputs, dy: Tensor, **options) -> Runner:
     """A rung, through the public function that users call."""
     i = inputs
+    options |= dict(stage=stage, save=problem.save, precision=problem.precision)
 
     def call(x, topk_weights, w_gate_up, w_down):
-        return moe(x, i.topk_ids, topk_weights, w_gate_up, w_down, stage=stage, save=problem.save, **options)
+        return moe(x, i.topk_ids, topk_weights, w_gate_up, w_down, **options)
 
     return differentiate(call, [i.x, i.topk_weights, i.w_gate_up, i.w_down], dy)
 
@@ -243,7 +247,8 @@ def sonic_moe(problem: Problem, inputs: Inputs, dy: Tensor) -> Runner:
 def dense_gemms(problem: Problem, inputs: Inputs, dy: Tensor) -> Runner:
     """The products of the layer if all rows had one expert: two in forward, four in backward, and nothing else.
 
-    It is no layer. It is what the vendor's library needs for the same flops: the time to come close to.
+    It is no layer. It is what the vendor's library needs for the same flops: the time to come close to. In 8 bits too
+    its operands are there before the clock starts, which a layer has to make.
     """
     i, p = inputs, problem
     rows, dy_rows = i.x.repeat(p.K, 1), dy.repeat(p.K, 1)
@@ -251,14 +256,45 @@ def dense_gemms(problem: Problem, inputs: Inputs, dy: Tensor) -> Runner:
     dpre = pre = rows @ w_gate_up.mT
     act = pre[:, : p.I].contiguous()
 
-    def forward() -> Tensor:
-        _ = rows @ w_gate_up.mT
-        return act @ w_down.mT
+    of_forward, of_backward = (
+        product if format.scale_of is None else product_of_codes for format in formats(p.precision)
+    )
+    forward = [of_forward(rows, w_gate_up.mT), of_forward(act, w_down.mT)]
+    backward = [
+        of_backward(dy_rows, w_down),
+        of_backward(dy_rows.mT, act),
+        of_backward(dpre, w_gate_up),
+        of_backward(dpre.mT, rows),
+    ]
+    return Runner(lambda: [run() for run in forward][-1], lambda _: tuple(run() for run in backward), as_grads=None)
 
-    def backward(_: Tensor) -> tuple[Tensor, ...]:
-        return dy_rows @ w_down, dy_rows.mT @ act, dpre @ w_gate_up, dpre.mT @ rows
 
-    return Runner(forward, backward, as_grads=None)
+def product(a: Tensor, b: Tensor) -> Callable[[], Tensor]:
+    """a (M, C) @ b (C, N), ready to run."""
+    return lambda: a @ b
+
+
+def product_of_codes(a: Tensor, b: Tensor) -> Callable[[], Tensor]:
+    """The same of e4m3 codes, with one scale for each operand and sums as fast as the hardware makes them: the least
+    that 8 bits can cost. The codes are laid out along C, as matrix units read them."""
+    (a, scale_a), (b, scale_b) = codes(a.contiguous()), codes(b.mT.contiguous())
+    one_scale = F.ScalingType.TensorWise
+    return lambda: F.scaled_mm(
+        a, b.mT, scale_a, one_scale, scale_b, one_scale, output_dtype=torch.bfloat16, use_fast_accum=True
+    )
+
+
+def codes(t: Tensor) -> tuple[Tensor, Tensor]:
+    """t as e4m3 codes, and the scale (), fp32, that takes its largest magnitude to the largest code."""
+    scale = t.abs().amax().float() / E4M3_MAX
+    return (t / scale).to(torch.float8_e4m3fn), scale
+
+
+def dense_why_not(problem: Problem) -> str | None:
+    """Whether the vendor's library multiplies e4m3 here."""
+    if problem.precision == "bf16" or problem.device == "cpu" or torch.cuda.get_device_capability() >= (8, 9):
+        return None
+    return "products of e4m3 need a GPU of compute capability 8.9 or above"
 
 
 def compile_for(device: torch.device) -> Callable:
@@ -283,12 +319,32 @@ def needs(module: str, package: str, capability: tuple[int, int] | None = None) 
     return why_not
 
 
+def named(name: str, precision: str) -> str:
+    """What a contestant of that name is called in a precision."""
+    return name if precision == "bf16" else f"{name}-{precision}"
+
+
+def labelled(label: str, precision: str) -> str:
+    """The same for its label."""
+    return label if precision == "bf16" else f"{label}, {precision}"
+
+
 CONTESTANTS = {
     contestant.name: contestant
     for contestant in (
         *(
-            Contestant(r.name, f"mega_moe, {r.name}", "rung", partial(rung, r.name), r.why_not, r.needs_triton)
+            Contestant(
+                named(r.name, precision),
+                labelled(f"mega_moe, {r.name}", precision),
+                "rung",
+                partial(rung, r.name),
+                r.why_not,
+                r.needs_triton,
+                precision=precision,
+            )
             for r in LADDER
+            for precision in r.precisions
+            if precision == "bf16" or r.needs_triton  # in 8 bits the reference is the measure, and slow
         ),
         *(
             Contestant(
@@ -329,7 +385,17 @@ CONTESTANTS = {
         Contestant("liger", "Liger-Kernel, fused MoE", "peer", liger, needs("liger_kernel", "liger-kernel", (8, 0))),
         Contestant("moe-ops", "moe-ops, Triton", "peer", moe_ops, needs("moe_ops", "moe-ops", (8, 0))),
         Contestant("sonic-moe", "SonicMoE, CuTe", "peer", sonic_moe, needs("sonicmoe", "sonic-moe", (9, 0))),
-        Contestant("cublas", "dense GEMMs of the same flops", "ceiling", dense_gemms),
+        *(
+            Contestant(
+                named("cublas", precision),
+                labelled("dense GEMMs of the same flops", precision),
+                "ceiling",
+                dense_gemms,
+                dense_why_not,
+                precision=precision,
+            )
+            for precision in ("bf16", "fp8", "fp8_bwd")
+        ),
     )
 }
 """All of them by name, in the order in which tables show them."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from contestants import CONTESTANTS
+from contestants import CONTESTANTS, named
 from measuring import CLOCK, DIRECTIONS, Measurement
 
 from mega_moe import Problem
@@ -24,10 +24,11 @@ def test_layer(
     report(
         direction,
         layer_measurements[contestant],
-        ceiling=layer_measurements.get("cublas"),
+        ceiling=layer_measurements.get(named("cublas", facts.precision)),
         contestant=contestant,
         label=facts.label,
         kind=facts.kind,
         ranks=facts.ranks,
+        precision=facts.precision,
         interpreted=facts.needs_triton and problem.device == "cpu",
     )
