@@ -20,6 +20,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,8 @@ MOE = dict(
     type="mega_moe",  # or "torch": transformers
     stage="",  # a rung; of torch one of OF_TRANSFORMERS. "": the default rung, or eager
     save="pre",  # what a rung keeps for backward: or "inputs"
+    precision="",  # what a rung's products read: or "fp8", "fp8_bwd", "mxfp8"; "": train.dtype
+    compile=False,  # torch's experts by torch.compile
 )
 DATA = dict(
     text="",  # a file; "": docs/*.md of this repository
@@ -93,6 +96,7 @@ SETTINGS = dict(
 CHOICES = {
     "moe.type": ("mega_moe", "torch"),
     "moe.save": ("pre", "inputs"),
+    "moe.precision": ("", "fp8", "fp8_bwd", "mxfp8"),
     "train.dtype": ("bf16", "fp32"),
     "train.activation_checkpointing": ("full", "all but the experts", "none"),
 }
@@ -183,7 +187,7 @@ def sequence(tokens: Tensor, length: int, seed: int, position: int) -> Tensor:
 @dataclass
 class Trainer:
     """A run under way. position: sequences drawn so far, which is all there is to know of the data. routed: what the
-    routers of the latest forward put out, a layer each."""
+    routers of the latest forward put out, a layer each. watch: of the MoE blocks' time, for --bench."""
 
     config: Section
     tokens: Tensor
@@ -193,6 +197,7 @@ class Trainer:
     step: int = 0
     position: int = 0
     routed: list[tuple[Tensor, ...]] = field(default_factory=list)
+    watch: "Watch" = field(default_factory=lambda: Watch())
 
 
 def start(config: Section) -> Trainer:
@@ -252,6 +257,8 @@ def make_model(trainer: Trainer) -> None:
     for layer in model.model.layers:
         draw(layer, std, generator)
         layer.mlp.gate.register_forward_hook(partial(listen, trainer))
+        layer.mlp.forward = partial(trainer.watch.moe, layer.mlp.forward)
+        layer.forward = partial(trainer.watch.rest, layer.forward)
         layer.forward = recomputed(layer.forward, config.train.activation_checkpointing)
         if len(trainer.meshes) > 1:
             keep_own_experts(layer.mlp.experts, trainer.meshes[1])
@@ -290,20 +297,30 @@ def keep_own_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
 
 
 OF_TRANSFORMERS = ("eager", "grouped_mm", "batched_mm")
+COMPILER = "inductor" if DEVICE == "cuda" else "aot_eager"  # on a CPU without a C++ compiler
 
 
 def swap(trainer: Trainer, moe: Section) -> None:
     """From now on `moe` computes the experts. Over ranks transformers' all_to_all brings rows to its own experts."""
-    ours, over_ranks, stages = moe.type == "mega_moe", len(trainer.meshes) > 1, OF_TRANSFORMERS
+    ours, over_ranks, precisions = moe.type == "mega_moe", len(trainer.meshes) > 1, dict.fromkeys(OF_TRANSFORMERS, ())
     if ours:
         from mega_moe import LADDER
         from mega_moe.integrations.transformers import register
+        from mega_moe.registry import DEFAULT, DEFAULT_OVER_RANKS
 
-        stages = [rung.name for rung in LADDER if rung.over_ranks or not over_ranks]
-        register(save=moe.save)
-    if moe.stage not in ("", *stages):
-        where = "over ranks " if over_ranks else ""
-        raise ConfigError(f"moe.stage = {moe.stage!r}: {where}{moe.type} has {', '.join(map(repr, stages))}")
+        precisions = {rung.name: rung.precisions for rung in LADDER if rung.over_ranks or not over_ranks}
+        precisions[""] = precisions[DEFAULT_OVER_RANKS if over_ranks else DEFAULT]
+        register(save=moe.save, precision=moe.precision or None)
+    if moe.stage and moe.stage not in precisions:
+        stages, where = ", ".join(repr(stage) for stage in precisions if stage), "over ranks " if over_ranks else ""
+        raise ConfigError(f"moe.stage = {moe.stage!r}: {where}{moe.type} has {stages}")
+    if moe.precision and moe.precision not in precisions.get(moe.stage, ()):
+        able = " or ".join(repr(stage) for stage, its in precisions.items() if stage and moe.precision in its) or "none"
+        raise ConfigError(f"moe.precision = {moe.precision!r}: moe.type = {moe.type!r} has it with stage {able}")
+    alone = trainer.config.train.activation_checkpointing == "all but the experts"
+    if moe.compile and (ours or over_ranks or alone):
+        where = "moe.type = 'torch', without parallel.ep and activation_checkpointing = 'all but the experts'"
+        raise ConfigError(f"moe.compile = true: it is for {where}")
     name = ":".join(filter(None, ("mega_moe", moe.stage))) if ours else moe.stage or "eager"
     for layer in trainer.model.model.layers:
         experts = layer.mlp.experts
@@ -314,7 +331,8 @@ def swap(trainer: Trainer, moe: Section) -> None:
             _, ep_mesh, tp_mesh = trainer.meshes
             ways = dict(tp_mesh=tp_mesh, ep_implementation=name if ours else "all_to_all")
             EpDispatchExpertsParallel().install_forward(experts, ep_mesh, **ways)
-        experts.forward = partial(in_experts, experts.forward)
+        forward = torch.compile(experts.forward, backend=COMPILER) if moe.compile else experts.forward
+        experts.forward = partial(in_experts, forward)
     trainer.model.set_experts_implementation("eager" if ours and over_ranks else name)
 
 
@@ -479,6 +497,55 @@ def mean(value: Tensor) -> float:
     return float(value) / dist.get_world_size()
 
 
+class Watch:
+    """How long the MoE blocks take, with their routers: forward as long as the call; backward from the gradient of
+    their output to that of their input. What is made again of a layer is made in between, as soon as the block's
+    backward asks for the first of it: so a layer's forward is marked too, as the rest."""
+
+    def __init__(self):
+        self.on, self.whose, self.marks = False, ["rest"], []
+
+    def mark(self, begins: str = "") -> None:
+        """From now on the time is of what begins; or, as that ends, of what it began in."""
+        self.whose.append(begins) if begins else self.whose.pop()
+        if self.on:
+            self.marks.append((self.whose[-1], stamp()))
+
+    def moe(self, forward: Callable, x: Tensor) -> Tensor:
+        """The forward of a block."""
+        y = self.rest(forward, x, whose="moe")
+        if x.requires_grad:  # else there will be no backward
+            x.register_hook(lambda _: self.mark())
+            y.register_hook(lambda _: self.mark("moe"))
+        return y
+
+    def rest(self, forward: Callable, *args, whose: str = "rest", **kwargs) -> Any:
+        """The forward of a layer."""
+        self.mark(whose)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self.mark()
+
+    def seconds(self) -> float:
+        """Of the MoE blocks, since `marks` was empty."""
+        return sum(between(a, b) for (whose, a), (_, b) in pairwise(self.marks) if whose == "moe")
+
+
+def stamp() -> Any:
+    """A moment of the device, which goes on working."""
+    if DEVICE == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between(a: Any, b: Any) -> float:
+    """Seconds from one moment to another, when both are past."""
+    return b - a if DEVICE == "cpu" else a.elapsed_time(b) / 1e3
+
+
 def flops_per_token(config: Section) -> int:
     """Of the products of a step: two for each weight that a token meets and for each score of attention, with its half
     of the sequence, forward; and twice that backward. What is made again does not count."""
@@ -531,15 +598,20 @@ def bench(config: Section) -> dict:
     0, which leaves every weight as it is. So losses and norms differ by what an implementation rounds, and no more.
 
     Returns machine, config and rows. A row: moe, s_per_step (median of the rounds, each of its slowest rank), spread
-    (half of the interquartile range), tokens_per_s_per_rank, mfu, peak_bytes (of rank 0), loss (of the last round); and
-    loss_difference and norm_difference, the furthest of any round from the first row's, relative to it.
+    (half of the interquartile range), tokens_per_s_per_rank, mfu, moe_share (of a step, in the MoE blocks; median, of
+    rank 0), peak_bytes (of rank 0), loss (of the last round); and loss_difference and norm_difference, the furthest of
+    any round from the first row's, relative to it.
     """
     trainer = start(config)
+    trainer.watch.on = True
     rungs = ("persistent", "mega") if config.parallel.ep == 1 else ("ranks", "mega")
     default = [dict(type="torch", stage="eager"), dict(type="torch", stage="grouped_mm")]
     default += [dict(type="mega_moe", stage=stage, save=config.moe.save) for stage in rungs]
+    if config.parallel.ep == 1:
+        default.insert(2, dict(type="torch", stage="grouped_mm", compile=True))
+        default.append(dict(type="mega_moe", stage="persistent", save=config.moe.save, precision="fp8"))
     moes = config.bench.moe or [parse(moe, MOE, "moe") for moe in default]
-    seen = [dict(seconds=[], loss=[], norm=[], peak=[]) for _ in moes]
+    seen = [dict(seconds=[], share=[], loss=[], norm=[], peak=[]) for _ in moes]
     for at in range(config.bench.rounds + 1):
         ids = batch(trainer)
         for moe, its in zip(moes, seen):
@@ -547,20 +619,24 @@ def bench(config: Section) -> dict:
             if DEVICE == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             dist.barrier()
+            trainer.watch.marks.clear()
             since = now()
             loss, norm, _ = train_step(trainer, ids, lr=0.0)
-            seconds = torch.tensor(now() - since, device=DEVICE)
+            own = now() - since
+            seconds = torch.tensor(own, device=DEVICE)
             dist.all_reduce(seconds, dist.ReduceOp.MAX)
             if at:  # the first compiles
                 peak = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else None
-                for key, value in dict(seconds=float(seconds), loss=mean(loss), norm=float(norm), peak=peak).items():
+                found = dict(seconds=float(seconds), share=trainer.watch.seconds() / own)
+                for key, value in (found | dict(loss=mean(loss), norm=float(norm), peak=peak)).items():
                     its[key].append(value)
 
     rows = []
     for moe, its in zip(moes, seen):
         low, middle, high = statistics.quantiles(its["seconds"] * 2, n=4)
         off = {key: max(abs(a / b - 1) for a, b in zip(its[key], seen[0][key])) for key in ("loss", "norm")}
-        row = dict(moe=moe, **rates(config, middle), spread=(high - low) / 2, peak_bytes=its["peak"][-1])
+        row = dict(moe=moe, **rates(config, middle), spread=(high - low) / 2, moe_share=statistics.median(its["share"]))
+        row["peak_bytes"] = its["peak"][-1]
         rows.append(row | dict(loss=its["loss"][-1], loss_difference=off["loss"], norm_difference=off["norm"]))
     device = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
     return dict(
@@ -570,13 +646,14 @@ def bench(config: Section) -> dict:
 
 def table(measured: dict) -> str:
     """For people."""
-    form = "{name:24} {s_per_step:9.4f} ± {spread:7.4f} {tokens_per_s_per_rank:14,.0f} {mfu:>7} {peak_bytes:>10} "
-    form += "{loss:8.4f} {loss_difference:9.1e} {norm_difference:9.1e}"
+    form = "{name:25} {s_per_step:9.4f} ± {spread:7.4f} {moe_share:6.0%} {tokens_per_s_per_rank:14,.0f} {mfu:>7} "
+    form += "{peak_bytes:>10} {loss:8.4f} {loss_difference:9.1e} {norm_difference:9.1e}"
     lines = ["{device}, {ranks} ranks, torch {torch}".format(**measured["machine"])]
-    heads = ("moe", "s/step", "tokens/s/rank", "MFU", "peak", "loss", "loss off", "norm off")
-    lines.append("{:24} {:>19} {:>14} {:>7} {:>10} {:>8} {:>9} {:>9}".format(*heads))
+    heads = ("moe", "s/step", "in MoE", "tokens/s/rank", "MFU", "peak", "loss", "loss off", "norm off")
+    lines.append("{:25} {:>19} {:>6} {:>14} {:>7} {:>10} {:>8} {:>9} {:>9}".format(*heads))
     for row in measured["rows"]:
-        name = " ".join(filter(None, (row["moe"]["type"], row["moe"]["stage"])))
+        moe = row["moe"]
+        name = " ".join(filter(None, (moe["type"], moe["stage"], moe["precision"], "compiled" * moe["compile"])))
         lines.append(form.format(name=name, **row | shown(row)))
     return "\n".join(lines)
 

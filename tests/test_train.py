@@ -99,6 +99,26 @@ def test_with_experts_of_transformers(stage):
     follows(facts(dict(type="torch", stage=stage), steps=10), facts(steps=10))
 
 
+@pytest.mark.parametrize("what", ["none", "full"])
+def test_with_experts_that_are_compiled(what):
+    """As one graph a direction, which is compiled once and not in every step."""
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        got = facts(dict(type="torch", stage="grouped_mm", compile=True), steps=4, activation_checkpointing=what)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    follows(got, facts(steps=4))
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8_bwd", "mxfp8"])
+def test_in_8_bits(precision):
+    """Near the reference in 16 bits and not the same, but for the first forward of fp8_bwd."""
+    got, expected = facts(PLAIN | dict(precision=precision), steps=6), facts(steps=6)
+    assert (got[0]["loss"] == expected[0]["loss"]) == (precision == "fp8_bwd")
+    assert {step["loss"] for step in got[1:]}.isdisjoint(step["loss"] for step in expected)
+    follows(got, expected, rtol=0.1)
+
+
 def test_in_bf16_weights_stay_fp32():
     """A loss of bf16 is near that of fp32, and not the same; small steps are not lost."""
     got, expected = facts(dtype="bf16", steps=6), facts(steps=6)
@@ -316,6 +336,7 @@ def test_the_files_are_read(path):
         ("parallel.ep=-1", "parallel.ep = -1: it must be above 0"),
         ("moe.type=tort", "moe.type = 'tort': it must be one of 'mega_moe', 'torch'"),
         ("train.activation_checkpointing=some", "one of 'full', 'all but the experts', 'none'"),
+        ("moe.precision=fp4", "moe.precision = 'fp4': it must be one of '', 'fp8', 'fp8_bwd', 'mxfp8'"),
         ('bench.moe=[{stages="mega"}]', "unknown key moe.stages: [moe] takes type, stage, save"),
     ],
 )
@@ -358,6 +379,26 @@ def test_what_does_not_fit_is_named(section, key, value, said):
     assert said in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "moe, what, said",
+    [
+        (dict(stage="eager"), "none", "moe.stage = 'eager': mega_moe has 'reference', 'grouped', "),
+        (dict(stage="grouped", precision="fp8"), "none", "moe.type = 'mega_moe' has it with stage 'reference' or "),
+        (
+            dict(type="torch", precision="fp8"),
+            "none",
+            "moe.precision = 'fp8': moe.type = 'torch' has it with stage none",
+        ),
+        (dict(compile=True), "none", "moe.compile = true: it is for moe.type = 'torch'"),
+        (dict(type="torch", compile=True), "all but the experts", "without parallel.ep and activation_checkpointing"),
+    ],
+)
+def test_experts_that_there_are_not_are_named(moe, what, said):
+    with pytest.raises(trainer.ConfigError) as caught:
+        trainer.start(config(moe, activation_checkpointing=what))
+    assert said in str(caught.value)
+
+
 # What is told
 
 
@@ -379,6 +420,40 @@ def test_load_of_experts():
     assert load == pytest.approx(dict(max_load=4.0, entropy=0.5, dead_experts=3))
 
 
+@pytest.mark.parametrize("what", KEPT)
+def test_the_time_of_a_step_is_shared_out(what, monkeypatch):
+    """Two layers by a clock that moves only here: experts take 1 s forward and 2 s backward, attention 10 s and 20 s;
+    what is made again takes its time again."""
+    clock = [0.0]
+
+    class Taking(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, t, seconds):
+            clock[0], ctx.seconds = clock[0] + seconds, seconds
+            return t.clone()
+
+        @staticmethod
+        def backward(ctx, dt):
+            clock[0] += 2 * ctx.seconds
+            return dt, None
+
+    monkeypatch.setattr(trainer, "stamp", lambda: clock[0])
+    tables = config(activation_checkpointing=what)
+    tables.model["num_hidden_layers"] = 2
+    started = trainer.start(tables)
+    for layer in started.model.model.layers:
+        layer.mlp.experts.register_forward_pre_hook(lambda _, heard: (Taking.apply(heard[0], 1.0), *heard[1:]))
+        layer.self_attn.register_forward_hook(lambda *heard: (Taking.apply(heard[-1][0], 10.0), None))
+    trainer.train_step(started, trainer.batch(started), 0.0)
+    assert not started.watch.marks and started.watch.whose == ["rest"]
+
+    started.watch.on, clock[0] = True, 0.0
+    trainer.train_step(started, trainer.batch(started), 0.0)
+    forwards = 1 if what == "none" else 2
+    assert started.watch.seconds() == 2 * (forwards * 1.0 + 2.0)
+    assert clock[0] == 11 * started.watch.seconds() and started.watch.whose == ["rest"]
+
+
 def test_bench_from_the_command_line():
     """All implementations at the same weights: their losses and norms differ by rounding, and their times do not
     matter here."""
@@ -391,11 +466,20 @@ def test_bench_from_the_command_line():
     assert ran.returncode == 0, ran.stderr
     measured = json.loads(ran.stdout)
     moes = [(row["moe"]["type"], row["moe"]["stage"]) for row in measured["rows"]]
-    assert moes == [("torch", "eager"), ("torch", "grouped_mm"), ("mega_moe", "persistent"), ("mega_moe", "mega")]
+    torchs = [("torch", "eager"), ("torch", "grouped_mm"), ("torch", "grouped_mm")]
+    assert moes == [*torchs, ("mega_moe", "persistent"), ("mega_moe", "mega"), ("mega_moe", "persistent")]
+    assert [row["moe"]["compile"] for row in measured["rows"]] == [False, False, True, False, False, False]
+    assert [row["moe"]["precision"] for row in measured["rows"]] == ["", "", "", "", "", "fp8"]
     for row in measured["rows"]:
         assert row["s_per_step"] > 0 and row["tokens_per_s_per_rank"] == pytest.approx(16 / row["s_per_step"])
-        assert row["loss_difference"] < 1e-5 and row["norm_difference"] < 1e-4
+        assert 0 < row["moe_share"] < 1
+    *same, fp8 = measured["rows"]
+    assert all(row["loss_difference"] < 1e-5 and row["norm_difference"] < 1e-4 for row in same)
+    assert 1e-4 < fp8["norm_difference"] < 0.1 and fp8["loss_difference"] < 0.05
     text = trainer.table(measured).splitlines()
-    assert len(text) == 6 and text[4].startswith("mega_moe persistent ")
+    assert (
+        len(text) == 8 and text[5].startswith("mega_moe persistent ") and text[7].startswith("mega_moe persistent fp8 ")
+    )
+    assert text[4].startswith("torch grouped_mm compiled ")
     if measured["machine"]["device"] == "CPU":
         assert all(row["mfu"] is row["peak_bytes"] is None for row in measured["rows"])

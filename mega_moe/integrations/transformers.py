@@ -31,7 +31,13 @@ except ImportError as error:
 NAME = "mega_moe"
 
 
-def register(*, save: str | None = None, num_reserved_sms: int = 0, max_tokens: int | None = None) -> None:
+def register(
+    *,
+    save: str | None = None,
+    precision: str | None = None,
+    num_reserved_sms: int = 0,
+    max_tokens: int | None = None,
+) -> None:
     """Make "mega_moe" known to transformers, in this process. Call it before a model is made; again to change options,
     which then hold for all models, those that are there included.
 
@@ -45,6 +51,7 @@ def register(*, save: str | None = None, num_reserved_sms: int = 0, max_tokens: 
 
     Args:
         save: what forward keeps for backward, see `mega_moe.moe`.
+        precision: what products read, see `mega_moe.moe`. A rung that has none such raises when it first runs.
         num_reserved_sms: processors that are left to others, see `mega_moe.moe`.
         max_tokens: over ranks, the most tokens that a rank will bring to a call: heaps are made for as many. None: as
             many as the rank with the most brings to the first call, and more of them later are an error. For training
@@ -53,10 +60,10 @@ def register(*, save: str | None = None, num_reserved_sms: int = 0, max_tokens: 
     Raises:
         ValueError: an option that `mega_moe.moe` would refuse, a max_tokens below 1.
     """
-    check_options(None, save, num_reserved_sms=num_reserved_sms)
+    check_options(None, save, precision, num_reserved_sms=num_reserved_sms)
     if max_tokens is not None and max_tokens < 1:
         raise ValueError(f"max_tokens = {max_tokens}: it must be at least 1")
-    options = dict(save=save, num_reserved_sms=num_reserved_sms)
+    options = dict(save=save, precision=precision, num_reserved_sms=num_reserved_sms)
     for name, stage in {NAME: None, **{f"{NAME}:{rung.name}": rung.name for rung in LADDER}}.items():
         forward = partial(forward_here, stage=stage, **options)
         ExpertsInterface.register(name, forward)
