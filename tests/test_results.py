@@ -7,6 +7,7 @@ import sys
 import weakref
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,39 @@ def test_8_bits_are_held_to_what_8_bits_lose(measuring):
     assert all(0 < share <= 1 for m in (right, half) for share in m.shares.values())
     assert "no time without parity: y" in measured["wrong"].failure
     assert "no time without parity: y, dx" in measured["not in 8 bits"].failure
+
+
+def test_a_forgotten_operand_is_seen(measuring):
+    """Its results keep the parity budget; they are too good."""
+    from contestants import CONTESTANTS
+
+    from mega_moe.reference.quantize import Format
+
+    steps = import_module("mega_moe.reference.forward")
+    as_ever, reference = steps.down, CONTESTANTS["reference"]
+
+    class ReadsRowsAsTheyAre(Format):
+        def rows(self, t):
+            return t.float()
+
+    def down(act, w_down, plan, format):
+        return as_ever(act, w_down, plan, ReadsRowsAsTheyAre(format.scale_of, format.along, format.across))
+
+    def forgetful(problem, inputs, dy):
+        runner = reference.start(problem, inputs, dy)
+
+        def forward():
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(steps, "down", down)
+                return runner.forward()
+
+        return replace(runner, forward=forward)
+
+    contestant = replace(reference, name="forgetful", precision="fp8", start=forgetful)
+    measured = measuring.measure_layer(PRESETS["tiny"].at(device="cpu"), [contestant])["forgetful"]
+    assert all(0 < share < 1 for share in measured.shares.values())
+    assert measured.errors["y"] < measured.losses["y"] and not measured.seconds
+    assert "no time without parity: y failed" in measured.failure
 
 
 def test_errors_add_up_in_squares(measuring):
