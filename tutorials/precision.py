@@ -403,6 +403,8 @@ for name in ("dw_gate_up", "dw_down"):
     assert abs(along) < 0.015
 
 # %% [markdown]
+# [How losses go](../training.md#losses-in-8-bits) shows a small model on real text, in each precision.
+#
 # A rung is held to the reference *in its own precision*: that is the rule of [parity in 8
 # bits](../parity.md#in-8-bits). Here is `persistent`:
 
