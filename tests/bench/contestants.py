@@ -278,10 +278,8 @@ def product_of_codes(a: Tensor, b: Tensor) -> Callable[[], Tensor]:
     """The same of e4m3 codes, with one scale for each operand and sums as fast as the hardware makes them: the least
     that 8 bits can cost. The codes are laid out along C, as matrix units read them."""
     (a, scale_a), (b, scale_b) = codes(a.contiguous()), codes(b.mT.contiguous())
-    one_scale = F.ScalingType.TensorWise
-    return lambda: F.scaled_mm(
-        a, b.mT, scale_a, one_scale, scale_b, one_scale, output_dtype=torch.bfloat16, use_fast_accum=True
-    )
+    # By the name that all versions have on a CPU too: F.scaled_mm came there later than on GPUs.
+    return lambda: torch._scaled_mm(a, b.mT, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
 def codes(t: Tensor) -> tuple[Tensor, Tensor]:
