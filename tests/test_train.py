@@ -38,6 +38,7 @@ MODEL = dict(
     num_experts=4,
     initializer_range=0.2,  # large, so that experts are seen in the loss
 )
+TEXT = str(ROOT / "LICENSE")  # a text that stays as it is, which the pages do not
 PLAIN = dict(type="mega_moe", stage="reference")
 NAMES = ["eager", "grouped_mm", "batched_mm"]
 
@@ -57,7 +58,8 @@ def leave() -> None:
 def config(moe: dict = PLAIN, parallel: dict | None = None, checkpoints: dict | None = None, **train) -> dict:
     """A layer that is trained in fp32 on two sequences of eight bytes a step."""
     train = dict(dtype="fp32", lr=0.01, activation_checkpointing="none") | train
-    tables = dict(model=MODEL, moe=moe, data=dict(length=8, batch=4 if parallel else 2), train=train)
+    data = dict(text=TEXT, length=8, batch=4 if parallel else 2)
+    tables = dict(model=MODEL, moe=moe, data=data, train=train)
     return trainer.parse(tables | dict(parallel=parallel or {}, checkpoints=checkpoints or {}), trainer.SETTINGS)
 
 
@@ -459,7 +461,7 @@ def test_bench_from_the_command_line():
     matter here."""
     sizes = {**MODEL, "initializer_range": 0.2}
     changes = [f"model.{key}={value}" for key, value in sizes.items()]
-    changes += ["data.length=8", "data.batch=2", "bench.rounds=1"]
+    changes += [f"data.text={TEXT}", "data.length=8", "data.batch=2", "bench.rounds=1"]
     sets = [word for change in changes for word in ("--set", change)]
     command = [sys.executable, "examples/train.py", "examples/tiny.toml", "--bench", "--json", *sets]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
