@@ -327,7 +327,8 @@ def beside_others(newest_first: list[dict]) -> str:
     others = {}  # name: a row of it
     for _, rows, *_ in runs:
         for row in rows:
-            if row["contestant"] == TAKEN_APART or row["kind"] != "rung":
+            in_bf16 = row.get("precision") in (None, "bf16")
+            if row["contestant"] == TAKEN_APART or (row["kind"] != "rung" and in_bf16):
                 others.setdefault(row["contestant"], row)
 
     def cells(name: str, shape: str) -> list[str]:
