@@ -103,13 +103,14 @@ def e8m0_scale(amax: Tensor) -> Tensor:
     """2^e, e the smallest with amax <= 448 * 2^e, as float8_e8m0fnu: the byte e + 127. NaN is byte 255.
 
     amax: fp32, 0 or more, of each block. With amax = m * 2^k, 1/2 <= m < 1, and 448 = 7/8 * 2^9, e is k - 9, and one
-    more where m > 7/8. At least -127, which is for zeros, and for blocks below 448 * 2^-127.
+    more where m > 7/8. At least -126, which is for zeros, and for blocks below 448 * 2^-126: the byte 0 could say -127,
+    a subnormal number in fp32, and zero to those who flush them.
 
-    Example: 448 has e = 0, byte 127; the next number above 448 has e = 1, byte 128; 1 has e = -8, byte 119.
+    Example: 448 has e = 0, byte 127; the next number above 448 has byte 128; 1 has e = -8, byte 119; 0 has byte 1.
     """
     m, k = torch.frexp(amax)
-    e = (k - 9 + (m > 7 / 8)).clamp(min=-127)
-    e = torch.where(amax > 0, e, -127)
+    e = (k - 9 + (m > 7 / 8)).clamp(min=-126)
+    e = torch.where(amax > 0, e, -126)
     e = torch.where(amax.isfinite(), e, 128)
     return (e + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
 

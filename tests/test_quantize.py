@@ -73,7 +73,7 @@ def test_example_of_block_of():
 def test_example_of_e8m0_scale():
     above = torch.nextafter(torch.tensor(448.0), torch.tensor(1e9)).item()
     amax = torch.tensor([448, above, 1, 0, math.nan, math.inf])
-    assert bits(e8m0_scale(amax)).tolist() == [127, 128, 119, 0, 255, 255]
+    assert bits(e8m0_scale(amax)).tolist() == [127, 128, 119, 1, 255, 255]
 
 
 def test_every_code_survives_and_ties_go_to_the_even_one():
@@ -127,6 +127,22 @@ def test_huge_and_tiny_blocks_are_finite_and_right(scale_of, largest):
         assert (error <= t[0, :4].abs().double() * 2**-4 * (1 + 2**-20) + 2.0**-10 * q.scales[0, 0].double()).all()
 
 
+@SCALES_OF
+def test_who_flushes_subnormal_numbers_loses_no_others(scale_of):
+    """Blocks of zeros stay zeros, and blocks above 448 * 2^-126 keep their bits: no scale is subnormal itself."""
+    t = normal(20, 8, spread=100)
+    t[3, :4], t[5, 4:] = 0, torch.tensor([0, 2.0**-117, -(2.0**-118), 2.0**-125])
+    expected = quantise(t, (1, 4), scale_of)
+    torch.set_flush_denormal(True)
+    try:
+        got = quantise(t, (1, 4), scale_of)
+        held = got.dequantise()
+    finally:
+        torch.set_flush_denormal(False)
+    assert_same(got, expected)
+    assert torch.equal(held, expected.dequantise())
+
+
 # Whole tensors.
 
 
@@ -155,7 +171,7 @@ def by_hand(t, block, scale_of, row_start=None):
                 if scale_of is fp32_scale:
                     scale = max(fp32(amax * fp32(1 / 448)), 2.0**-126)
                 else:
-                    scale = next(2.0**e for e in range(-127, 128) if amax <= 448 * 2.0**e)
+                    scale = next(2.0**e for e in range(-126, 128) if amax <= 448 * 2.0**e)
                 scaled = (matrix[here].double() * fp32(1 / scale)).float().double()
                 size = scaled.abs().clamp(max=448).contiguous()
                 below, above = (torch.bucketize(size, midpoints, right=right) for right in (False, True))
