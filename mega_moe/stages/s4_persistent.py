@@ -5,24 +5,18 @@ every program for itself, and is now looked up ahead, in a table that is made on
 of tiles the loads of one begin under the epilogue of the one before; a long expert's weight gradient could come last,
 and now comes first. What the kernels hand to each other lies in whole blocks of rows, so that TMA can load it.
 
-In 8 bits the steps are the same, and so are the launches but for those that quantise: tokens and weights before they
-are multiplied, in every call, so that no change of a weight is missed; what lies between products in the epilogue that
-makes it. A weight gradient contracts over rows, for which its tokens are quantised once more.
+In 8 bits the steps are the same, and so are the launches (PRODUCTS names them) but for those that quantise: tokens and
+weights before they are multiplied, in every call, so that no change of a weight is missed; what lies between products
+in the epilogue that makes it. A weight gradient contracts over rows, for which its tokens are quantised once more.
 """
-
-from collections.abc import Callable
-from functools import partial
-from types import ModuleType
-from typing import NamedTuple
 
 from torch import Tensor
 
-from ..kernels import blocks, persistent, scaled
+from ..kernels import blocks
 from ..kernels.combine import sum_slots
 from ..kernels.plan import plan as make_plan
-from ..kernels.quantize import quantise_columns, quantise_rows, quantise_weights
+from ..kernels.products import PRODUCTS
 from ..kernels.tile_table import TileTable, tile_table
-from ..kernels.weights import readable
 from ..shapes import Grads, Inputs, Need, Plan, Problem, Saved
 
 # step        forward         backward
@@ -31,23 +25,6 @@ from ..shapes import Grads, Inputs, Need, Plan, Problem, Saved
 # swiglu      gate_up_swiglu  dact_swiglu
 # down        down            dact_swiglu, weight_grad
 # combine     sum_slots       dact_swiglu, weight_grad
-
-
-class Products(NamedTuple):
-    """The launches that multiply, by the names above, their tiles, and what makes their operands of tensors."""
-
-    launches: ModuleType
-    tiles: Callable
-    rows: Callable  # of tokens, which are contracted along their columns
-    columns: Callable  # of tokens, which are contracted over an expert's rows
-    weights: Callable
-    transposed: Callable  # of weights, for backward
-
-
-AS_IS = Products(persistent, blocks.persistent_for, lambda t: t, lambda t, table: t, readable, readable)
-transposed_weights = partial(quantise_weights, codes=False, transposed=True)
-FP8 = Products(scaled, blocks.fp8_for, quantise_rows, quantise_columns, quantise_weights, transposed_weights)
-PRODUCTS = {"bf16": (AS_IS, AS_IS), "fp8": (FP8, FP8), "fp8_bwd": (AS_IS, FP8)}  # of forward, of backward
 
 
 def forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Saved]:
@@ -102,9 +79,11 @@ def gate_up(
 def why_not(problem: Problem) -> str | None:
     """Any sizes, on any GPU that Triton compiles for, in 8 bits on those that multiply them; but some processors must
     be left to work on."""
-    return blocks.why_not(problem) or (blocks.why_not_fp8() if FP8 in PRODUCTS[problem.precision] else None)
+    _, of = PRODUCTS[problem.precision]  # backward's: none multiplies less than forward's
+    return blocks.why_not(problem) or of.why_not()
 
 
 def note(problem: Problem) -> str | None:
-    """Whether the block sizes were measured for this device and this layer."""
-    return blocks.fp8_note() if FP8 in PRODUCTS[problem.precision] else blocks.persistent_note(problem)
+    """Whether the block sizes were measured for this device and this layer, and its products are the device's own."""
+    _, of = PRODUCTS[problem.precision]
+    return of.note(problem)
