@@ -75,7 +75,7 @@ LADDER = (
         "s4_persistent",
         "resident programs draw tiles by ticket; contiguous tiles come by TMA",
         resident=True,
-        precisions=("bf16", "fp8", "fp8_bwd"),
+        precisions=PRECISIONS,
     ),
     Rung(
         "ranks",

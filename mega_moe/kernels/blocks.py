@@ -157,6 +157,21 @@ class Fp8(Persistent):
 
 
 @dataclass(frozen=True)
+class Mx(Persistent):
+    """The tiles of resident programs that multiply MX codes (see mx_scaled.py), and of what makes the codes. BLOCK_R,
+    and what the products contract a step, are multiples of 32: as many as share a scale.
+
+    Attributes:
+        native: whether the matrix unit takes scales beside codes; else codes become bf16 values before they are
+            multiplied.
+        quantise: a tile of what is quantised by rows, and BLOCK_N columns where columns are.
+    """
+
+    native: bool
+    quantise: Elementwise
+
+
+@dataclass(frozen=True)
 class Blocks:
     """The block sizes of one kind of GPU for one width of dtype."""
 
@@ -193,6 +208,12 @@ def fp8(warps: int, stages: int, chunk: int, quantise: Elementwise, dw: int = 12
     tiles = persistent(BLOCK_R=128, N=128, C=128, warps=warps, stages=stages, chunk=chunk)
     strips, dw = tiles.down, ResidentWeightGrad(128, dw, 128, warps, stages)
     return Fp8(128, strips, strips, tiles.dact, strips, dw, dw, quantise)
+
+
+def mx(BLOCK_R: int, N: int, C: int, warps: int, stages: int, chunk: int, native: bool, quantise: Elementwise) -> Mx:
+    """Tiles of persistent's kind for MX codes."""
+    tiles = persistent(BLOCK_R, N, C, warps, stages, chunk)
+    return Mx(**{f.name: getattr(tiles, f.name) for f in fields(Persistent)}, native=native, quantise=quantise)
 
 
 # fp32 is multiplied as IEEE fp32, without TF32's matrix instructions: it is for checking, and its tiles are small.
@@ -326,6 +347,17 @@ FP8 = {  # whatever the dtype of what is quantised
     "interpreter": fp8(warps=1, stages=1, chunk=64, quantise=Elementwise(64, 128, 1)),
 }
 
+MX_MAP = Elementwise(32, 128, 4)
+
+MX = {
+    "sm_90": mx(128, 128, 64, warps=8, stages=3, chunk=32, native=False, quantise=MX_MAP),
+    "sm_100": mx(128, 128, 128, warps=8, stages=4, chunk=32, native=True, quantise=MX_MAP),
+    "gfx942": mx(64, 64, 64, warps=4, stages=2, chunk=32, native=False, quantise=MX_MAP),
+    "gfx950": mx(64, 128, 64, warps=4, stages=2, chunk=32, native=True, quantise=MX_MAP),
+    "portable": mx(64, 128, 64, warps=8, stages=2, chunk=32, native=False, quantise=MX_MAP),
+    "interpreter": mx(64, 64, 64, warps=1, stages=1, chunk=32, native=False, quantise=Elementwise(64, 128, 1)),
+}
+
 
 def blocks_for(dtype: torch.dtype) -> Blocks:
     """The block sizes to use for this dtype on the current device."""
@@ -370,6 +402,16 @@ def fp8_tiles() -> Fp8:
 def fp8_for(problem: Problem) -> Fp8:
     """The same for this problem."""
     return leaving(problem.num_reserved_sms, fp8_tiles())
+
+
+def mx_tiles() -> Mx:
+    """The tiles of MX codes on the current device."""
+    return MX.get(target(), MX["portable"])
+
+
+def mx_for(problem: Problem) -> Mx:
+    """The same for this problem."""
+    return leaving(problem.num_reserved_sms, mx_tiles())
 
 
 def leaving(reserved: int, tiles: Persistent) -> Persistent:
@@ -464,6 +506,16 @@ def why_not_fp8() -> str | None:
     return f'{name} {reason}: use precision="bf16".'
 
 
+def why_not_mx() -> str | None:
+    """Why kernels for MX codes do not compile for the current device; None if they do."""
+    name = target()
+    kind, _, number = name.partition("_")
+    if name in MX or (kind == "sm" and int(number) >= 90):
+        return None
+    reason = "is older than sm_90" if kind == "sm" else "is neither gfx942 nor gfx950"
+    return f'{name} {reason}, for which products of MX codes are written: use precision="bf16".'
+
+
 def target() -> str:
     """What kernels are compiled for: "interpreter", "sm_90", "gfx942", ..."""
     if INTERPRETED:
@@ -488,6 +540,20 @@ def fp8_note() -> str | None:
     if name == "sm_90":
         return "8 bits are not faster than bf16 yet: on an H200 dact's epilogue takes what the products save"
     return note() if name == "interpreter" else f"block sizes of 8-bit codes are chosen, but not measured on {name}"
+
+
+def mx_note() -> str | None:
+    """The same of the tiles of MX codes; and whether the GPU has no instruction for them."""
+    name = target()
+    if name == "interpreter":
+        return note()
+    unmeasured = f"block sizes of MX codes are chosen, but not measured on {name}"
+    if mx_tiles().native:
+        return unmeasured
+    return (
+        f"{name} has no instruction for MX codes, as sm_100 and gfx950 have: they become bf16 values before a product, "
+        f'work that precision="bf16" does not have; {unmeasured}'
+    )
 
 
 def persistent_note(problem: Problem) -> str | None:

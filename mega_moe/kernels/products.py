@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from ..shapes import Problem
-from . import blocks, persistent, quantize, scaled
+from . import blocks, mx_quantize, mx_scaled, persistent, quantize, scaled
 from .weights import readable
 
 
@@ -57,6 +57,16 @@ FP8 = Products(
     why_not=blocks.why_not_fp8,
     note=lambda problem: blocks.fp8_note(),
 )
+MX = Products(
+    launches=mx_scaled,
+    tiles=blocks.mx_for,
+    rows=mx_quantize.quantise_rows,
+    columns=mx_quantize.quantise_columns,
+    weights=mx_quantize.quantise_weights,
+    transposed=mx_quantize.quantise_transposed,
+    why_not=blocks.why_not_mx,
+    note=lambda problem: blocks.mx_note(),
+)
 
-PRODUCTS = {"bf16": (AS_IS, AS_IS), "fp8": (FP8, FP8), "fp8_bwd": (AS_IS, FP8)}
+PRODUCTS = {"bf16": (AS_IS, AS_IS), "fp8": (FP8, FP8), "fp8_bwd": (AS_IS, FP8), "mxfp8": (MX, MX)}
 """Of forward, and of backward."""

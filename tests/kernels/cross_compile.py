@@ -63,13 +63,20 @@ class Target:
     matrix: str
     shared: int  # bytes
     of_codes: str = ""  # the matrix instruction of e4m3 codes, as far as a line of assembly shows it
+    of_scaled: str = ""  # the one that takes scales beside them
 
 
 TARGETS = {
     "sm_90": Target(GPUTarget("cuda", 90, 32), "wgmma.mma_async", 227 * 1024, r"wgmma\.mma_async\S*\.e4m3\.e4m3"),
-    "sm_100": Target(GPUTarget("cuda", 100, 32), "tcgen05.mma", 227 * 1024, r"tcgen05\.mma\S*\.kind::f8f6f4"),
+    "sm_100": Target(
+        GPUTarget("cuda", 100, 32),
+        "tcgen05.mma",
+        227 * 1024,
+        r"tcgen05\.mma\S*\.kind::f8f6f4",
+        r"tcgen05\.mma\S*\.kind::mxf8f6f4\.block_scale",
+    ),
     "gfx942": Target(GPUTarget("hip", "gfx942", 64), "v_mfma", 64 * 1024),
-    "gfx950": Target(GPUTarget("hip", "gfx950", 64), "v_mfma", 160 * 1024),
+    "gfx950": Target(GPUTarget("hip", "gfx950", 64), "v_mfma", 160 * 1024, of_scaled="v_mfma_scale_f32"),
 }
 
 LAYERS = {name: PRESETS[name] for name in ("qwen3-30b-a3b", "qwen3-235b-a22b")} | {
@@ -83,8 +90,9 @@ LAYERS = {name: PRESETS[name] for name in ("qwen3-30b-a3b", "qwen3-235b-a22b")} 
 # What a kernel may spill, in the units of Compiled. All steps of a direction in one function, or all that ranks meet
 # for, leave the largest part a few registers short; most in fp32, which is for checking. For dact's epilogue in
 # backward that is faster on an H200, by 1 to 4 %, than an epilogue of half the columns, which spills less. In 8 bits
-# gate_up spills on sm_100 alone.
+# gate_up spills on sm_100 alone, and dact of MX on both.
 MAY_SPILL = {
+    "mx_dact_kernel": 80,
     "scaled_gate_up_kernel": 32,
     "mega_forward_kernel": 56,
     "mega_backward_kernel": 148,
@@ -155,6 +163,7 @@ class Compiled:
     scratch: int  # bytes of stack a thread
     shared: int
     matrix_instructions: int
+    scaled_instructions: int  # of those, the ones that take scales beside codes
     seconds: float
     faults: list[str]
 
@@ -279,6 +288,9 @@ def compile_form(target: str, form: Form, may_spill: bool = False) -> Compiled:
         faults.append(f"no {matrix}")
     if re.search(r"tt\.dot .*xf8E4M3FN>", compiled.asm["ttir"]) and not re.search(TARGETS[target].of_codes, assembly):
         faults.append(f"no {TARGETS[target].of_codes}")
+    scaled_instructions = len(re.findall(TARGETS[target].of_scaled, assembly)) if TARGETS[target].of_scaled else 0
+    if "tt.dot_scaled" in compiled.asm["ttir"] and not scaled_instructions:
+        faults.append(f"no {TARGETS[target].of_scaled or 'instruction that takes scales'}")
     faults += wrong_scopes(compiled.asm["ttgir"], assembly)
     if does_wait(form.kernel) and TARGETS[target].triton.backend == "cuda":
         faults += wrong_in_ttgir(compiled.asm["ttgir"]) + wrong_in_ptx(assembly)
@@ -290,6 +302,7 @@ def compile_form(target: str, form: Form, may_spill: bool = False) -> Compiled:
         scratch=scratch,
         shared=shared,
         matrix_instructions=assembly.count(matrix),
+        scaled_instructions=scaled_instructions,
         seconds=round(seconds, 1),
         faults=faults,
     )

@@ -70,6 +70,13 @@ def test_over_ranks_in_one_process(cross_compile):
     assert not faults(cross_compile("--rotate", *TARGETS, "--over", "local heaps"))
 
 
+def test_mx_codes_go_to_the_matrix_unit_with_their_scales(cross_compile):
+    """Where it takes them."""
+    rows = cross_compile("--target", "sm_100", "gfx950", "--kernel", "mx_slot_gemm_kernel")
+    assert not faults(rows)
+    assert len(rows) == 4 and all(row["scaled_instructions"] for row in rows)
+
+
 def test_fp32_for_sm_90(cross_compile):
     rows = cross_compile("--target", "sm_90", "--dtype", "fp32")
     assert not faults(rows)
