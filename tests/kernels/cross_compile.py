@@ -36,6 +36,7 @@ import pkgutil
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
@@ -363,11 +364,22 @@ def jobs_of(arguments: argparse.Namespace) -> list[tuple[str, Form]]:
     for layer in arguments.layer:
         problem = LAYERS[layer].at(dtype=DTYPES[arguments.dtype], device="meta")
         jobs += [(target, form) for target in arguments.target for form in forms(target, problem, arguments.rare)]
-        turns = itertools.zip_longest(*(forms(target, problem, arguments.rare) for target in arguments.rotate))
-        for i, forms_in_turn in enumerate(turns):  # a target without a precision has none of its forms, which are last
-            having = [(target, form) for target, form in zip(arguments.rotate, forms_in_turn) if form]
+        in_turn = {target: numbered(forms(target, problem, arguments.rare)) for target in arguments.rotate}
+        every = dict.fromkeys(itertools.chain(*in_turn.values()))  # of which a target without a precision has fewer
+        for i, which in enumerate(every):
+            having = [(target, found[which]) for target, found in in_turn.items() if which in found]
             jobs.append(having[i % len(having)])
     return jobs
+
+
+def numbered(launched: list[Form]) -> dict[tuple, Form]:
+    """The forms by kernel, what it is launched over, and a number: the same one on all targets."""
+    seen, found = Counter(), {}
+    for form in launched:
+        which = (form.kernel.__name__, form.over)
+        found[*which, seen[which]] = form
+        seen[which] += 1
+    return found
 
 
 def main(argv: list[str] | None = None) -> int:
