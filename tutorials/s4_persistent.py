@@ -556,8 +556,8 @@ for shape in ("qwen3-30b-a3b", "qwen3-235b-a22b"):
 # ## The recipe, and what changed in it
 #
 # Below, `-` is lesson 3's stage file and `+` this one's. Each direction makes a table, since tickets are drawn once,
-# and hands it to every kernel. The order of the steps is the same, and so is what is saved. `Products` is not of this
-# lesson: this rung also multiplies 8-bit codes, and there says what it launches. In bf16 that is the launchers above,
+# and hands it to every kernel. The order of the steps is the same, and so is what is saved. `PRODUCTS` is not of this
+# lesson: this rung also multiplies 8-bit codes, and it says what is launched then. In bf16 that is the launchers above,
 # and operands are what they were.
 
 # %% tags=["hide-input", "diff"]

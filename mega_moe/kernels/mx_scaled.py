@@ -43,12 +43,12 @@ from .tile_table import TileTable
 @triton.jit
 def mx_gate_up_kernel(
     x_ptr,  # (T, H) codes, read
-    x_scales_ptr,  # (T, groups of H), read
+    x_scales_ptr,  # (T, ceil(H / 32)), read
     w_desc,  # (E, 2, I, H) codes, read
-    w_scales_ptr,  # (E, 2, I, groups of H), read
+    w_scales_ptr,  # (E, 2, I, ceil(H / 32)), read
     pre_ptr,  # (R, 2, I) written where a row has an expert; or None
     act_ptr,  # (rows in blocks, I) codes, written in every block that holds rows; or None
-    act_scales_ptr,  # (rows in blocks, groups of I), likewise; or None
+    act_scales_ptr,  # (rows in blocks, ceil(I / 32)), likewise; or None
     row_blocks_ptr,  # (blocks, 3) int32, read
     token_in_blocks_ptr,  # (rows in blocks,) int32, read
     counters_ptr,  # int32, read: the number of blocks that hold rows
@@ -134,9 +134,9 @@ def rows_inside(n, N: tl.constexpr, BLOCK_N: tl.constexpr):
 @triton.jit
 def mx_slot_gemm_kernel(
     a_desc,  # (PARTS, rows in blocks, C) codes, read
-    a_scales_ptr,  # (PARTS, rows in blocks, groups of C), read
+    a_scales_ptr,  # (PARTS, rows in blocks, ceil(C / 32)), read
     w_desc,  # (E * PARTS, N, C) codes, read
-    w_scales_ptr,  # (E * PARTS, N, groups of C), read
+    w_scales_ptr,  # (E * PARTS, N, ceil(C / 32)), read
     slots_ptr,  # (T, K, N) written at live routes
     row_blocks_ptr,  # (blocks, 3) int32, read
     route_in_blocks_ptr,  # (rows in blocks,) int32, read
@@ -158,12 +158,12 @@ def mx_slot_gemm_kernel(
 ):
     """Grid: one program a processor. A ticket is a row block and a strip of column blocks, strips fastest.
 
-    The contraction has PARTS parts of C each: gate and up of dx, whose groups do not reach from one into the other.
+    The contraction has PARTS parts of C each: gate and up of dx, whose blocks do not reach from one into the other.
 
     Example: one expert, T = 1, K = 2, a = [[[1., 2.], [3., 4.]]] with bytes 127 and 128, whose rows serve slots 1 and
     0, w = [[[1., 0.]]] with byte 127: slots = [[[6.], [1.]]].
     """
-    groups: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
+    steps: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
     column_blocks: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     strips: tl.constexpr = (column_blocks + STRIP - 1) // STRIP
     i_block = tl.arange(0, BLOCK_R)
@@ -181,8 +181,8 @@ def mx_slot_gemm_kernel(
             n = column * BLOCK_N + tl.arange(0, BLOCK_N)
             w_scales_at = rows_at(w_scales_ptr, n, stride_w_scales)
             acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
-            for step in range(PARTS * groups):
-                part, start = step // groups, step % groups * BLOCK_C
+            for step in range(PARTS * steps):
+                part, start = step // steps, step % steps * BLOCK_C
                 a = a_desc.load([part, block * BLOCK_R, start]).reshape(BLOCK_R, BLOCK_C)
                 matrix = expert * PARTS + part
                 w = load_matrix(w_desc, matrix, column * BLOCK_N, start, BLOCK_N, BLOCK_C)
@@ -259,17 +259,17 @@ def mx_backward_epilogue(
 @triton.jit
 def mx_dact_kernel(
     dy_ptr,  # (T, H) codes, read
-    dy_scales_ptr,  # (T, groups of H), read
+    dy_scales_ptr,  # (T, ceil(H / 32)), read
     w_desc,  # (E, I, H) codes, transposed, read
-    w_scales_ptr,  # (E, I, groups of H), read
+    w_scales_ptr,  # (E, I, ceil(H / 32)), read
     pre_ptr,  # (R, 2, I) read
     topk_weights_ptr,  # (T, K) read, any strides
     dpre_ptr,  # (2, rows in blocks, I) codes, written in every block that holds rows; or None
-    dpre_scales_ptr,  # (2, rows in blocks, groups of I), likewise; or None
+    dpre_scales_ptr,  # (2, rows in blocks, ceil(I / 32)), likewise; or None
     dpre_columns_ptr,  # (2I, rows in blocks) codes, likewise; or None
-    dpre_columns_scales_ptr,  # (2I, groups of rows in blocks), likewise; or None
+    dpre_columns_scales_ptr,  # (2I, rows in blocks / 32), likewise; or None
     act_columns_ptr,  # (I, rows in blocks) codes of weighted act, likewise; or None
-    act_columns_scales_ptr,  # (I, groups of rows in blocks), likewise; or None
+    act_columns_scales_ptr,  # (I, rows in blocks / 32), likewise; or None
     parts_ptr,  # (R, blocks of I) fp32, written where a row has an expert; or None
     row_blocks_ptr,  # (blocks, 3) int32, read
     token_in_blocks_ptr,  # (rows in blocks,) int32, read
@@ -370,9 +370,9 @@ def mx_dact_kernel(
 @triton.jit(do_not_specialize=["E"])
 def mx_weight_grad_kernel(
     a_desc,  # (M, rows in blocks) codes, read; zeros where a block is padded
-    a_scales_ptr,  # (M, groups of rows in blocks), read
+    a_scales_ptr,  # (M, rows in blocks / 32), read
     b_desc,  # (N, rows in blocks) codes, read; zeros where a block is padded
-    b_scales_ptr,  # (N, groups of rows in blocks), read
+    b_scales_ptr,  # (N, rows in blocks / 32), read
     dw_ptr,  # (E, M, N) written, all of it, any strides
     longest_first_ptr,  # (E, 3) int32, read
     ticket_ptr,  # int32, drawn from

@@ -35,7 +35,7 @@ class Quantised(NamedTuple):
 
     Attributes:
         codes: float8_e4m3fn, rows padded to 16 bytes.
-        scales: fp32.
+        scales: fp32; of MX (see mx_quantize.py) bytes of E8M0.
         dtype: of the tensor; what a product makes of it is rounded to this.
     """
 

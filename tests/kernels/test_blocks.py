@@ -9,7 +9,7 @@ from mega_moe.kernels.tile import INTERPRETED
 from mega_moe.shapes import Problem
 
 
-@pytest.mark.parametrize("tiles_for", [blocks.persistent_for, blocks.mega_for])
+@pytest.mark.parametrize("tiles_for", [blocks.persistent_for, blocks.mega_for, blocks.mx_for])
 def test_processors_are_left_to_others(tiles_for):
     """By every kernel with resident programs; at least one is left to work on, or the rung says why it cannot."""
     problem = Problem(T=5, H=64, I=48, E=4, K=2)
