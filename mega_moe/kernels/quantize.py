@@ -219,6 +219,26 @@ def store_columns(
 
 
 @triton.jit
+def quantise_columns_tile(
+    tokens_ptr,  # (T, N) read, any strides
+    codes_ptr,  # (N, rows in blocks) written at the block
+    scales_ptr,  # (blocks, N) fp32, likewise
+    token,  # (128,) of each row of the block, int64
+    live,  # (128,) whether it is a row of the block's expert: others become zeros
+    block,  # int64
+    n,  # (BLOCK_N,) which columns
+    stride_t,
+    stride_n,
+    stride_codes,
+    N: tl.constexpr,
+):
+    """Gather a block of rows, and quantise some of their columns."""
+    at = tokens_ptr + token[:, None] * stride_t + n.to(tl.int64)[None, :] * stride_n
+    t = tl.load(at, mask=live[:, None] & (n < N)[None, :], other=0.0).to(tl.float32)
+    store_columns(codes_ptr + block * ALONG, scales_ptr + block * N, t, n, stride_codes, N)
+
+
+@triton.jit
 def quantise_columns_kernel(
     tokens_ptr,  # (T, N) read, any strides
     codes_ptr,  # (N, rows in blocks) written in every block that holds rows
@@ -244,10 +264,9 @@ def quantise_columns_kernel(
         n = tl.program_id(0) % n_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
         token = tl.load(token_in_blocks_ptr + r).to(tl.int64)
         live = tl.load(route_in_blocks_ptr + r) >= 0
-
-        at = tokens_ptr + token[:, None] * stride_t + n.to(tl.int64)[None, :] * stride_n
-        t = tl.load(at, mask=live[:, None] & (n < N)[None, :], other=0.0).to(tl.float32)
-        store_columns(codes_ptr + block * ALONG, scales_ptr + block * N, t, n, stride_codes, N)
+        quantise_columns_tile(
+            tokens_ptr, codes_ptr, scales_ptr, token, live, block, n, stride_t, stride_n, stride_codes, N
+        )
 
 
 # --8<-- [end:columns]
@@ -326,14 +345,24 @@ def codes_like(t: Tensor, *shape: int) -> Tensor:
 
 
 def rows_in_blocks(parts: int, columns: int, dtype: torch.dtype, table: TileTable) -> Quantised:
-    """Uninitialised: codes (parts, rows in blocks, columns) and their scales, (parts * ceil(columns / 128), rows in
-    blocks), so that a kernel loads those of a block of rows side by side."""
-    rows, groups = len(table.token_in_blocks), triton.cdiv(columns, ALONG.value)
-    scales = table.row_blocks.new_empty(parts * groups, rows, dtype=torch.float32)
-    return Quantised(codes_like(scales, parts, rows, columns), scales, dtype)
+    """`rows_of_blocks` for the blocks of a table."""
+    return rows_of_blocks(parts, columns, dtype, len(table.row_blocks), table.row_blocks.device)
 
 
 def columns_in_blocks(columns: int, dtype: torch.dtype, table: TileTable) -> Quantised:
+    """`columns_of_blocks` for the blocks of a table."""
+    return columns_of_blocks(columns, dtype, len(table.row_blocks), table.row_blocks.device)
+
+
+def rows_of_blocks(parts: int, columns: int, dtype: torch.dtype, blocks: int, device: torch.device) -> Quantised:
+    """Uninitialised: codes (parts, rows in blocks, columns) and their scales, (parts * ceil(columns / 128), rows in
+    blocks), so that a kernel loads those of a block of rows side by side."""
+    rows, groups = blocks * ALONG.value, triton.cdiv(columns, ALONG.value)
+    scales = torch.empty(parts * groups, rows, dtype=torch.float32, device=device)
+    return Quantised(codes_like(scales, parts, rows, columns), scales, dtype)
+
+
+def columns_of_blocks(columns: int, dtype: torch.dtype, blocks: int, device: torch.device) -> Quantised:
     """Uninitialised: codes (columns, rows in blocks) and their scales, (blocks, columns)."""
-    scales = table.row_blocks.new_empty(len(table.row_blocks), columns, dtype=torch.float32)
-    return Quantised(codes_like(scales, columns, len(table.token_in_blocks)), scales, dtype)
+    scales = torch.empty(blocks, columns, dtype=torch.float32, device=device)
+    return Quantised(codes_like(scales, columns, blocks * ALONG.value), scales, dtype)

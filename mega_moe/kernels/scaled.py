@@ -106,6 +106,82 @@ def gate_up_half(
 
 
 @triton.jit
+def scaled_gate_up_strip(
+    x_at,  # (BLOCK_R, BLOCK_C) where the first step of each row's codes begins
+    x_scales_at,  # (BLOCK_R,) where each row's scales begin
+    w_desc,  # (E, 2, I, H) codes, read
+    w_scales_ptr,  # (E, 2, groups of I, groups of H), read
+    pre_ptr,  # (R, 2, I) written at the block's live rows; or None
+    act_ptr,  # (rows in blocks, I) codes, written in all of the block; or None
+    act_scales_ptr,  # (groups of I, rows in blocks), likewise; or None
+    block,
+    expert,
+    row,  # the block's first
+    rows,  # how many of the block are live
+    strip,
+    stride_act,
+    stride_act_scales,
+    H: tl.constexpr,
+    I: tl.constexpr,
+    LIMIT: tl.constexpr,
+    dtype: tl.constexpr,  # of pre, and what act is rounded to before it is quantised
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    STRIP: tl.constexpr,
+    FLATTEN: tl.constexpr,
+):
+    """pre and act of a block of rows and a strip of column blocks of I.
+
+    A block of 128 columns, which share the scales of their rows' act, is made in two halves: both its sums for gate and
+    up at once would take all registers. The act of the first half waits in 16 bits for that of the second.
+    """
+    tl.static_assert(BLOCK_N == ALONG and BLOCK_C == ALONG)
+    HALF: tl.constexpr = BLOCK_N // 2
+    groups: tl.constexpr = (H + BLOCK_C - 1) // BLOCK_C
+    column_blocks: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
+    i_block = tl.arange(0, BLOCK_R)
+    pre_at = rows_at(pre_ptr, row + i_block, 2 * I)
+    live = i_block < rows
+    first = strip * STRIP
+    for column in tl.range(first, tl.minimum(first + STRIP, column_blocks), flatten=FLATTEN):
+        w_scales_at = w_scales_ptr + (expert.to(tl.int64) * 2 * column_blocks + column) * groups
+        to_up: tl.constexpr = column_blocks * groups
+        at = column * BLOCK_N
+        left, right = tl.zeros((BLOCK_R, HALF), dtype), tl.zeros((BLOCK_R, HALF), dtype)
+        for half in range(2):
+            left = right
+            right = gate_up_half(
+                x_at,
+                x_scales_at,
+                w_desc,
+                w_scales_at,
+                to_up,
+                pre_at,
+                live,
+                expert,
+                at + half * HALF,
+                H,
+                I,
+                LIMIT,
+                BLOCK_R,
+                HALF,
+                BLOCK_C,
+                dtype,
+            )
+
+        if act_ptr is not None:
+            left, right = left.to(tl.float32), right.to(tl.float32)
+            scale = scale_of(tl.maximum(tl.max(magnitude(left), 1), tl.max(magnitude(right), 1)))
+            reciprocal = tl.div_rn(1.0, scale)[:, None]
+            r = block.to(tl.int64) * BLOCK_R + i_block
+            act_at, i = (act_ptr + r * stride_act)[:, None], at + tl.arange(0, HALF)[None, :]
+            tl.store(act_at + i, encode(left, reciprocal), mask=i < I)
+            tl.store(act_at + HALF + i, encode(right, reciprocal), mask=i + HALF < I)
+            tl.store(act_scales_ptr + tl.cast(column, tl.int64) * stride_act_scales + r, scale)
+
+
+@triton.jit
 def scaled_gate_up_kernel(
     x_ptr,  # (T, H) codes, read
     x_scales_ptr,  # (T, groups of H), read
@@ -133,18 +209,12 @@ def scaled_gate_up_kernel(
 ):
     """Grid: one program a processor. A ticket is a row block and a strip of column blocks of I, strips fastest.
 
-    A block of 128 columns, which share the scales of their rows' act, is made in two halves: both its sums for gate and
-    up at once would take all registers. The act of the first half waits in 16 bits for that of the second.
-
     Example: one expert, its one row is token 1, x = [[9., 9.], [1., 2.]] with scales of 1, w = [[[[1., 0.]], [[0.,
     1.]]]] with scales of 1 (gate) and 0.5 (up): pre = [[[1.], [1.]]], act has code 448 and scale silu(1) / 448.
     """
-    tl.static_assert(BLOCK_N == ALONG and BLOCK_C == ALONG)
-    HALF: tl.constexpr = BLOCK_N // 2
     groups: tl.constexpr = (H + BLOCK_C - 1) // BLOCK_C
     column_blocks: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
     strips: tl.constexpr = (column_blocks + STRIP - 1) // STRIP
-    i_block = tl.arange(0, BLOCK_R)
     tickets = tl.load(counters_ptr) * strips
     ticket, following = draw(ticket_ptr), draw(ticket_ptr)
     block, expert, row, rows = look_up(ticket, tickets, strips, row_blocks_ptr)
@@ -153,46 +223,31 @@ def scaled_gate_up_kernel(
         next_block, next_expert, next_row, next_rows = look_up(following, tickets, strips, row_blocks_ptr)
         after = draw(ticket_ptr)
 
-        x_at = x_ptr + token[:, None] * stride_x + tl.arange(0, BLOCK_C)[None, :]
-        x_scales_at = x_scales_ptr + token * groups
-        pre_at = rows_at(pre_ptr, row + i_block, 2 * I)
-        live = i_block < rows
-        first = ticket % strips * STRIP
-        for column in tl.range(first, tl.minimum(first + STRIP, column_blocks), flatten=FLATTEN):
-            w_scales_at = w_scales_ptr + (expert.to(tl.int64) * 2 * column_blocks + column) * groups
-            to_up: tl.constexpr = column_blocks * groups
-            at = column * BLOCK_N
-            left, right = tl.zeros((BLOCK_R, HALF), dtype), tl.zeros((BLOCK_R, HALF), dtype)
-            for half in range(2):
-                left = right
-                right = gate_up_half(
-                    x_at,
-                    x_scales_at,
-                    w_desc,
-                    w_scales_at,
-                    to_up,
-                    pre_at,
-                    live,
-                    expert,
-                    at + half * HALF,
-                    H,
-                    I,
-                    LIMIT,
-                    BLOCK_R,
-                    HALF,
-                    BLOCK_C,
-                    dtype,
-                )
-
-            if act_ptr is not None:
-                left, right = left.to(tl.float32), right.to(tl.float32)
-                scale = scale_of(tl.maximum(tl.max(magnitude(left), 1), tl.max(magnitude(right), 1)))
-                reciprocal = tl.div_rn(1.0, scale)[:, None]
-                r = block.to(tl.int64) * BLOCK_R + i_block
-                act_at, i = (act_ptr + r * stride_act)[:, None], at + tl.arange(0, HALF)[None, :]
-                tl.store(act_at + i, encode(left, reciprocal), mask=i < I)
-                tl.store(act_at + HALF + i, encode(right, reciprocal), mask=i + HALF < I)
-                tl.store(act_scales_ptr + tl.cast(column, tl.int64) * stride_act_scales + r, scale)
+        scaled_gate_up_strip(
+            x_ptr + token[:, None] * stride_x + tl.arange(0, BLOCK_C)[None, :],
+            x_scales_ptr + token * groups,
+            w_desc,
+            w_scales_ptr,
+            pre_ptr,
+            act_ptr,
+            act_scales_ptr,
+            block,
+            expert,
+            row,
+            rows,
+            ticket % strips,
+            stride_act,
+            stride_act_scales,
+            H,
+            I,
+            LIMIT,
+            dtype,
+            BLOCK_R,
+            BLOCK_N,
+            BLOCK_C,
+            STRIP,
+            FLATTEN,
+        )
 
         ticket, following = following, after
         block, expert, row, rows = next_block, next_expert, next_row, next_rows
@@ -202,6 +257,60 @@ def scaled_gate_up_kernel(
 
 
 # --8<-- [start:slots]
+@triton.jit
+def scaled_slot_gemm_strip(
+    a_desc,  # (PARTS, rows in blocks, C) codes, read
+    a_scales_ptr,  # (PARTS * groups of C, rows in blocks), read
+    w_desc,  # (E * PARTS, N, C) codes, read
+    w_scales_ptr,  # a scale for each expert, step of the contraction and group of N, read
+    slots_at,  # (BLOCK_R, 1) where the slot of each row begins, written
+    live,  # (BLOCK_R,) whether the row has one
+    block,
+    expert,
+    strip,
+    stride_a_scales,
+    stride_w_step,
+    stride_w_column,
+    PARTS: tl.constexpr,
+    C: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    STRIP: tl.constexpr,
+    FLATTEN: tl.constexpr,
+):
+    """The slots of a block of rows, in a strip of column blocks of N.
+
+    The contraction has PARTS parts of C each: gate and up of dx, whose groups do not reach from one into the other.
+    """
+    tl.static_assert(ALONG % BLOCK_N == 0 and BLOCK_C == ALONG)
+    groups: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
+    steps: tl.constexpr = PARTS * groups
+    column_groups: tl.constexpr = (N + ALONG - 1) // ALONG
+    column_blocks: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    a_scales_at = a_scales_ptr + block.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    first = strip * STRIP
+    for column in tl.range(first, tl.minimum(first + STRIP, column_blocks), flatten=FLATTEN):
+        w_scales_at = w_scales_ptr + expert.to(tl.int64) * (steps * column_groups)
+        w_scales_at += column * BLOCK_N // ALONG * stride_w_column
+        acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+        a_scale, w_scale = tl.load(a_scales_at), tl.load(w_scales_at)
+        for step in range(steps):
+            next_step = tl.minimum(step + 1, steps - 1)
+            next_a_scale = tl.load(a_scales_at + tl.cast(next_step, tl.int64) * stride_a_scales)
+            next_w_scale = tl.load(w_scales_at + next_step * stride_w_step)
+            part, start = step // groups, step % groups * BLOCK_C
+            a = a_desc.load([part, block * BLOCK_R, start]).reshape(BLOCK_R, BLOCK_C)
+            w = load_matrix(w_desc, expert * PARTS + part, column * BLOCK_N, start, BLOCK_N, BLOCK_C)
+            acc += dot_codes(a, w.T) * (a_scale * w_scale)[:, None]
+            a_scale, w_scale = next_a_scale, next_w_scale
+
+        n = column * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask = live[:, None] & (n < N)[None, :]
+        tl.store(slots_at + n[None, :], narrow(acc, slots_at.dtype.element_ty), mask=mask)
+
+
 @triton.jit
 def scaled_slot_gemm_kernel(
     a_desc,  # (PARTS, rows in blocks, C) codes, read
@@ -227,18 +336,11 @@ def scaled_slot_gemm_kernel(
 ):
     """Grid: one program a processor. A ticket is a row block and a strip of column blocks, strips fastest.
 
-    The contraction has PARTS parts of C each: gate and up of dx, whose groups do not reach from one into the other.
-
     Example: one expert, T = 1, K = 2, a = [[[1., 2.], [3., 4.]]] with scales [[1., 2.]] whose rows serve slots 1 and
     0, w = [[[1., 0.]]] with a scale of 1: slots = [[[6.], [1.]]].
     """
-    tl.static_assert(ALONG % BLOCK_N == 0 and BLOCK_C == ALONG)
-    groups: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
-    steps: tl.constexpr = PARTS * groups
-    column_groups: tl.constexpr = (N + ALONG - 1) // ALONG
     column_blocks: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     strips: tl.constexpr = (column_blocks + STRIP - 1) // STRIP
-    i_block = tl.arange(0, BLOCK_R)
     tickets = tl.load(counters_ptr) * strips
     ticket, following = draw(ticket_ptr), draw(ticket_ptr)
     block, expert, _, _ = look_up(ticket, tickets, strips, row_blocks_ptr)
@@ -247,27 +349,28 @@ def scaled_slot_gemm_kernel(
         next_block, next_expert, _, _ = look_up(following, tickets, strips, row_blocks_ptr)
         after = draw(ticket_ptr)
 
-        a_scales_at = a_scales_ptr + block.to(tl.int64) * BLOCK_R + i_block
-        first = ticket % strips * STRIP
-        for column in tl.range(first, tl.minimum(first + STRIP, column_blocks), flatten=FLATTEN):
-            w_scales_at = w_scales_ptr + expert.to(tl.int64) * (steps * column_groups)
-            w_scales_at += column * BLOCK_N // ALONG * stride_w_column
-            acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
-            a_scale, w_scale = tl.load(a_scales_at), tl.load(w_scales_at)
-            for step in range(steps):
-                next_step = tl.minimum(step + 1, steps - 1)
-                next_a_scale = tl.load(a_scales_at + tl.cast(next_step, tl.int64) * stride_a_scales)
-                next_w_scale = tl.load(w_scales_at + next_step * stride_w_step)
-                part, start = step // groups, step % groups * BLOCK_C
-                a = a_desc.load([part, block * BLOCK_R, start]).reshape(BLOCK_R, BLOCK_C)
-                w = load_matrix(w_desc, expert * PARTS + part, column * BLOCK_N, start, BLOCK_N, BLOCK_C)
-                acc += dot_codes(a, w.T) * (a_scale * w_scale)[:, None]
-                a_scale, w_scale = next_a_scale, next_w_scale
-
-            n = column * BLOCK_N + tl.arange(0, BLOCK_N)
-            mask = (route >= 0)[:, None] & (n < N)[None, :]
-            to_slots = slots_ptr + route[:, None] * N + n[None, :]
-            tl.store(to_slots, narrow(acc, slots_ptr.dtype.element_ty), mask=mask)
+        scaled_slot_gemm_strip(
+            a_desc,
+            a_scales_ptr,
+            w_desc,
+            w_scales_ptr,
+            slots_ptr + route[:, None] * N,
+            route >= 0,
+            block,
+            expert,
+            ticket % strips,
+            stride_a_scales,
+            stride_w_step,
+            stride_w_column,
+            PARTS,
+            C,
+            N,
+            BLOCK_R,
+            BLOCK_N,
+            BLOCK_C,
+            STRIP,
+            FLATTEN,
+        )
 
         ticket, following = following, after
         block, expert = next_block, next_expert
@@ -358,6 +461,83 @@ def scaled_backward_epilogue(
 
 
 @triton.jit
+def scaled_dact_strip(
+    dy_at,  # (BLOCK_R, BLOCK_C) where the first step of each row's codes begins
+    dy_scales_at,  # (BLOCK_R,) where each row's scales begin
+    w_desc,  # (E, I, H) codes, transposed, read
+    w_scales_ptr,  # (E, groups of H, groups of I), read
+    pre_ptr,  # (R, 2, I) read
+    dpre_ptr,  # (2, rows in blocks, I) codes, written in all of the block; or None
+    dpre_scales_ptr,  # (2 * groups of I, rows in blocks), likewise; or None
+    dpre_columns_ptr,  # (2I, rows in blocks) codes, likewise; or None
+    dpre_columns_scales_ptr,  # (blocks, 2I), likewise; or None
+    act_columns_ptr,  # (I, rows in blocks) codes of weighted act, likewise; or None
+    act_columns_scales_ptr,  # (blocks, I), likewise; or None
+    parts_at,  # (BLOCK_R,) where the parts of each row begin, fp32, written; or None
+    weight,  # (BLOCK_R,) fp32, of each row's route
+    live,  # (BLOCK_R,) whether it has one
+    block,
+    expert,
+    row,  # the block's first
+    strip,
+    stride_dpre,
+    stride_columns,  # rows in blocks
+    H: tl.constexpr,
+    I: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STRIP: tl.constexpr,
+    FLATTEN: tl.constexpr,
+):
+    """What dact of a block of rows and a strip of column blocks of I turns into; dact itself is not stored."""
+    tl.static_assert(BLOCK_R == ALONG and BLOCK_N == ALONG and BLOCK_C == ALONG)
+    groups: tl.constexpr = (H + BLOCK_C - 1) // BLOCK_C
+    column_blocks: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
+    first = strip * STRIP
+    for column in tl.range(first, tl.minimum(first + STRIP, column_blocks), flatten=FLATTEN):
+        dact = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+        if dpre_ptr is not None or dpre_columns_ptr is not None or parts_at is not None:
+            w_scales_at = w_scales_ptr + expert.to(tl.int64) * (groups * column_blocks) + column
+            dy_scale, w_scale = tl.load(dy_scales_at), tl.load(w_scales_at)
+            for group in range(groups):
+                next_group = tl.minimum(group + 1, groups - 1)
+                next_dy_scale = tl.load(dy_scales_at + next_group)
+                next_w_scale = tl.load(w_scales_at + next_group * column_blocks)
+                start = group * BLOCK_C
+                dy = load_gathered(dy_at + start, start, H, BLOCK_C)
+                w = load_matrix(w_desc, expert, column * BLOCK_N, start, BLOCK_N, BLOCK_C)
+                dact += dot_codes(dy, w.T) * (dy_scale * w_scale)[:, None]
+                dy_scale, w_scale = next_dy_scale, next_w_scale
+
+        part = scaled_backward_epilogue(
+            dact,
+            rows_at(pre_ptr, row + tl.arange(0, BLOCK_R), 2 * I),
+            dpre_ptr,
+            dpre_scales_ptr,
+            dpre_columns_ptr,
+            dpre_columns_scales_ptr,
+            act_columns_ptr,
+            act_columns_scales_ptr,
+            weight,
+            live,
+            block.to(tl.int64),
+            column,
+            stride_dpre,
+            stride_columns,
+            LIMIT,
+            I,
+            BLOCK_R,
+            BLOCK_N,
+            CHUNK,
+        )
+        if parts_at is not None:
+            tl.store(parts_at + column, part, mask=live)
+
+
+@triton.jit
 def scaled_dact_kernel(
     dy_ptr,  # (T, H) codes, read
     dy_scales_ptr,  # (T, groups of H), read
@@ -399,11 +579,9 @@ def scaled_dact_kernel(
     pre = [[[0.], [2.]]] (gate 0, up 2): dact is 6, sigmoid 1/2, so dgate = 0.5*6 * 2 * 1/2 = 3, dup = 0, weighted act
     = 0 and <dact, act> = 0. Codes are 448 and 0, for dgate's row and its column; their scale is 3/448.
     """
-    tl.static_assert(BLOCK_R == ALONG and BLOCK_N == ALONG and BLOCK_C == ALONG)
     groups: tl.constexpr = (H + BLOCK_C - 1) // BLOCK_C
     column_blocks: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
     strips: tl.constexpr = (column_blocks + STRIP - 1) // STRIP
-    i_block = tl.arange(0, BLOCK_R)
     tickets = tl.load(counters_ptr) * strips
     ticket, following = draw(ticket_ptr), draw(ticket_ptr)
     block, expert, row, _ = look_up(ticket, tickets, strips, row_blocks_ptr)
@@ -414,48 +592,37 @@ def scaled_dact_kernel(
         after = draw(ticket_ptr)
 
         live = route >= 0
-        weight = weight_of_route(route, live, topk_weights_ptr, stride_t, stride_k, K)
-        dy_at = dy_ptr + token[:, None] * stride_dy + tl.arange(0, BLOCK_C)[None, :]
-        dy_scales_at = dy_scales_ptr + token * groups
-        first = ticket % strips * STRIP
-        for column in tl.range(first, tl.minimum(first + STRIP, column_blocks), flatten=FLATTEN):
-            dact = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
-            if dpre_ptr is not None or dpre_columns_ptr is not None or parts_ptr is not None:
-                w_scales_at = w_scales_ptr + expert.to(tl.int64) * (groups * column_blocks) + column
-                dy_scale, w_scale = tl.load(dy_scales_at), tl.load(w_scales_at)
-                for group in range(groups):
-                    next_group = tl.minimum(group + 1, groups - 1)
-                    next_dy_scale = tl.load(dy_scales_at + next_group)
-                    next_w_scale = tl.load(w_scales_at + next_group * column_blocks)
-                    start = group * BLOCK_C
-                    dy = load_gathered(dy_at + start, start, H, BLOCK_C)
-                    w = load_matrix(w_desc, expert, column * BLOCK_N, start, BLOCK_N, BLOCK_C)
-                    dact += dot_codes(dy, w.T) * (dy_scale * w_scale)[:, None]
-                    dy_scale, w_scale = next_dy_scale, next_w_scale
-
-            part = scaled_backward_epilogue(
-                dact,
-                rows_at(pre_ptr, row + i_block, 2 * I),
-                dpre_ptr,
-                dpre_scales_ptr,
-                dpre_columns_ptr,
-                dpre_columns_scales_ptr,
-                act_columns_ptr,
-                act_columns_scales_ptr,
-                weight,
-                live,
-                block.to(tl.int64),
-                column,
-                stride_dpre,
-                stride_columns,
-                LIMIT,
-                I,
-                BLOCK_R,
-                BLOCK_N,
-                CHUNK,
-            )
-            if parts_ptr is not None:
-                tl.store(parts_ptr + (row + i_block).to(tl.int64) * column_blocks + column, part, mask=live)
+        scaled_dact_strip(
+            dy_ptr + token[:, None] * stride_dy + tl.arange(0, BLOCK_C)[None, :],
+            dy_scales_ptr + token * groups,
+            w_desc,
+            w_scales_ptr,
+            pre_ptr,
+            dpre_ptr,
+            dpre_scales_ptr,
+            dpre_columns_ptr,
+            dpre_columns_scales_ptr,
+            act_columns_ptr,
+            act_columns_scales_ptr,
+            rows_at(parts_ptr, row + tl.arange(0, BLOCK_R), column_blocks),
+            weight_of_route(route, live, topk_weights_ptr, stride_t, stride_k, K),
+            live,
+            block,
+            expert,
+            row,
+            ticket % strips,
+            stride_dpre,
+            stride_columns,
+            H,
+            I,
+            LIMIT,
+            BLOCK_R,
+            BLOCK_N,
+            BLOCK_C,
+            CHUNK,
+            STRIP,
+            FLATTEN,
+        )
 
         ticket, following = following, after
         block, expert, row = next_block, next_expert, next_row
@@ -465,6 +632,51 @@ def scaled_dact_kernel(
 
 
 # --8<-- [start:weight_grad]
+@triton.jit
+def scaled_weight_grad_tile(
+    a_desc,  # (M, rows in blocks) codes, read; zeros where a block is padded
+    a_scales_ptr,  # (blocks, M), read
+    b_desc,  # (N, rows in blocks) codes, read; zeros where a block is padded
+    b_scales_ptr,  # (blocks, N), read
+    dw_ptr,  # (E, M, N) written at the tile, any strides
+    expert,
+    block,  # the expert's first
+    rows,
+    tile,
+    stride_dwe,
+    stride_dwm,
+    stride_dwn,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """A tile of one expert's weight gradient, summed over its blocks in order; without rows it is zeros."""
+    tl.static_assert(BLOCK_R == ALONG)
+    n_blocks: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    first_m, first_n = tile // n_blocks * BLOCK_M, tile % n_blocks * BLOCK_N
+    m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
+    a_scales_at, b_scales_at = a_scales_ptr + m, b_scales_ptr + n
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    a_scale = tl.load(a_scales_at + block.to(tl.int64) * M, mask=(m < M) & (rows > 0), other=0.0)
+    b_scale = tl.load(b_scales_at + block.to(tl.int64) * N, mask=(n < N) & (rows > 0), other=0.0)
+    end = block + tl.cdiv(rows, BLOCK_R)
+    for step in range(block, end):
+        next_step = tl.minimum(step + 1, end - 1).to(tl.int64)
+        next_a_scale = tl.load(a_scales_at + next_step * M, mask=m < M, other=0.0)
+        next_b_scale = tl.load(b_scales_at + next_step * N, mask=n < N, other=0.0)
+        a = a_desc.load([first_m, step * BLOCK_R])
+        b = b_desc.load([first_n, step * BLOCK_R])
+        acc += dot_codes(a, b.T) * a_scale[:, None] * b_scale[None, :]
+        a_scale, b_scale = next_a_scale, next_b_scale
+
+    mask = (m < M)[:, None] & (n < N)[None, :]
+    to_dw = dw_ptr + expert.to(tl.int64) * stride_dwe
+    to_dw += m.to(tl.int64)[:, None] * stride_dwm + n.to(tl.int64)[None, :] * stride_dwn
+    tl.store(to_dw, narrow(acc, dw_ptr.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["E"])
 def scaled_weight_grad_kernel(
     a_desc,  # (M, rows in blocks) codes, read; zeros where a block is padded
@@ -490,9 +702,7 @@ def scaled_weight_grad_kernel(
     Example: two experts, the first with two rows, a = [[1., 2., 0., ...]] with a scale of 1, b = [[3., 5., 0., ...],
     [4., 6., 0., ...]] with scales [[1., 2.]]: dw = [[[13., 32.]], [[0., 0.]]].
     """
-    tl.static_assert(BLOCK_R == ALONG)
-    n_blocks: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    tiles: tl.constexpr = ((M + BLOCK_M - 1) // BLOCK_M) * n_blocks
+    tiles: tl.constexpr = ((M + BLOCK_M - 1) // BLOCK_M) * ((N + BLOCK_N - 1) // BLOCK_N)
     tickets = E * tiles
     ticket, following = draw(ticket_ptr), draw(ticket_ptr)
     expert, block, rows = look_up_expert(ticket, tickets, tiles, longest_first_ptr)
@@ -500,26 +710,25 @@ def scaled_weight_grad_kernel(
         next_expert, next_block, next_rows = look_up_expert(following, tickets, tiles, longest_first_ptr)
         after = draw(ticket_ptr)
 
-        first_m, first_n = ticket % tiles // n_blocks * BLOCK_M, ticket % n_blocks * BLOCK_N
-        m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
-        a_scales_at, b_scales_at = a_scales_ptr + m, b_scales_ptr + n
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        a_scale = tl.load(a_scales_at + block.to(tl.int64) * M, mask=(m < M) & (rows > 0), other=0.0)
-        b_scale = tl.load(b_scales_at + block.to(tl.int64) * N, mask=(n < N) & (rows > 0), other=0.0)
-        end = block + tl.cdiv(rows, BLOCK_R)
-        for step in range(block, end):
-            next_step = tl.minimum(step + 1, end - 1).to(tl.int64)
-            next_a_scale = tl.load(a_scales_at + next_step * M, mask=m < M, other=0.0)
-            next_b_scale = tl.load(b_scales_at + next_step * N, mask=n < N, other=0.0)
-            a = a_desc.load([first_m, step * BLOCK_R])
-            b = b_desc.load([first_n, step * BLOCK_R])
-            acc += dot_codes(a, b.T) * a_scale[:, None] * b_scale[None, :]
-            a_scale, b_scale = next_a_scale, next_b_scale
-
-        mask = (m < M)[:, None] & (n < N)[None, :]
-        to_dw = dw_ptr + expert.to(tl.int64) * stride_dwe
-        to_dw += m.to(tl.int64)[:, None] * stride_dwm + n.to(tl.int64)[None, :] * stride_dwn
-        tl.store(to_dw, narrow(acc, dw_ptr.dtype.element_ty), mask=mask)
+        scaled_weight_grad_tile(
+            a_desc,
+            a_scales_ptr,
+            b_desc,
+            b_scales_ptr,
+            dw_ptr,
+            expert,
+            block,
+            rows,
+            ticket % tiles,
+            stride_dwe,
+            stride_dwm,
+            stride_dwn,
+            M,
+            N,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_R,
+        )
 
         ticket, following = following, after
         expert, block, rows = next_expert, next_block, next_rows
