@@ -318,7 +318,7 @@ class ProcessHeaps(Heaps):
         would have to be made while a graph is captured."""
         self.raise_if_unusable(problem)
         p = problem
-        layout = Layout(self.ranks, self.max_tokens, p.H, p.K, p.E, p.dtype, weights_dtype, parts)
+        layout = Layout(self.ranks, self.max_tokens, p.H, p.K, p.E, p.dtype, weights_dtype, parts, p.token_scales)
         if (layout, device) not in self._kept:
             refuse_in_capture(device)
             try:

@@ -90,6 +90,7 @@ LADDER = (
         "all steps of a direction in one launch, tile by tile from one schedule",
         over_ranks=True,
         resident=True,
+        precisions=("bf16", "fp8", "fp8_bwd"),
     ),
 )
 """The rungs, each one idea further than the one before."""

@@ -77,6 +77,11 @@ class Problem:
         """Whether a collective carries rows between processes, and not heaps, which have room for max_rows."""
         return self.ranks > 0 and not self.max_rows
 
+    @property
+    def token_scales(self) -> int:
+        """How many scales a token has where forward reads it as 8-bit codes, one for 128 of them; 0 elsewhere."""
+        return -(-self.H // 128) if self.precision == "fp8" else 0
+
     def plan_shapes(self) -> list[tuple[int, ...]]:
         """Of the four arrays of the plan that forward keeps: that of the rows which experts here receive; where rows
         are not received into heaps, that of the routes of the tokens here."""

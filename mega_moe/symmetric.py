@@ -54,6 +54,7 @@ class Layout:
         dtype: of x and dy.
         weights_dtype: of topk_weights.
         parts: of how many parts the gradient of a route's weight is the sum.
+        token_scales: how many scales a token has where forward reads it as codes; 0 where it does not.
     """
 
     W: int
@@ -64,6 +65,7 @@ class Layout:
     dtype: torch.dtype
     weights_dtype: torch.dtype
     parts: int
+    token_scales: int = 0
 
     def views(self) -> dict[str, View]:
         """By name, in their order:
@@ -76,6 +78,7 @@ class Layout:
         row_start, token_of_row, slot_of_row: (2, ...), the plan of the rank's own tokens over the experts of all ranks.
         x, dy: (2, max_tokens, H).   topk_weights: (2, max_tokens, K).
         slots: (max_tokens, K, H).   dweights: (max_tokens, K, parts) fp32, of the gradient of each route's weight.
+        x_codes: (2, max_tokens, H) and x_scales: (2, max_tokens, token_scales), x as forward reads it in 8 bits.
         """
         T, i32 = self.max_tokens, torch.int32
         shapes = dict(
@@ -93,6 +96,9 @@ class Layout:
             slots=((T, self.K, self.H), self.dtype),
             dweights=((T, self.K, self.parts), torch.float32),
         )
+        if self.token_scales:
+            shapes["x_codes"] = (2, T, self.H), torch.float8_e4m3fn
+            shapes["x_scales"] = (2, T, self.token_scales), torch.float32
         views, offset = {}, 0
         for name, (shape, dtype) in shapes.items():
             views[name] = View(offset, shape, dtype)
@@ -211,7 +217,7 @@ def fresh_heaps(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor]:
 def heap_of_one_rank(problem: Problem, weights_dtype: torch.dtype, parts: int, device: torch.device) -> Memory:
     """A heap for one call of one rank that has no peers. Who waits in it waits for ever."""
     p = problem
-    layout = Layout(1, max(p.T, 1), p.H, p.K, p.E, p.dtype, weights_dtype, parts)
+    layout = Layout(1, max(p.T, 1), p.H, p.K, p.E, p.dtype, weights_dtype, parts, p.token_scales)
     heaps, addresses = fresh_heaps(layout, device)
     token_start = torch.arange(2, dtype=torch.int32, device=device) * p.T
     return Memory(layout, heaps, addresses, addresses, token_start)
@@ -326,7 +332,7 @@ class LocalHeaps(Heaps):
         while a graph is captured."""
         self.raise_if_unusable(problem)
         p = problem
-        layout = Layout(self.ranks, self.max_tokens, p.H, p.K, p.E, p.dtype, weights_dtype, parts)
+        layout = Layout(self.ranks, self.max_tokens, p.H, p.K, p.E, p.dtype, weights_dtype, parts, p.token_scales)
         if (layout, device) not in self._kept:
             refuse_in_capture(device)
             heaps, addresses, page = kept(lambda: self.fresh(layout, device), device)

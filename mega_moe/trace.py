@@ -19,13 +19,14 @@ from torch import Tensor
 
 from .kernels import blocks, clock
 from .kernels.meet import meet
-from .kernels.mega import mega_backward, mega_forward, parts_of_weight
+from .kernels.mega import parts_of_weight
 from .kernels.schedule import Schedule, backward_work, forward_work, plan_and_schedule, schedule
 from .ladder import ROUNDS, WARM_UP, Layer, cpu_seconds, facts, machine
 from .registry import stage
 from .roofline import DIRECTIONS
 from .schedule import ARRIVALS, BLOCK, COLUMN, COMBINE, EXPERT, KIND, KINDS, RANK, ROW, ROWS, STEP_OF_KIND
 from .shapes import Need, Problem
+from .stages.s6_mega import LAUNCHES
 from .timeline import Bar, svg
 
 EXCHANGE = ("dispatch", "combine")
@@ -283,23 +284,24 @@ def launch(layer: Layer, direction: str) -> tuple[Schedule, Tensor, int]:
     """Run the layer, one direction of it traced. Returns its schedule, the words of its trace, and how many programs
     there were."""
     p, inputs = layer.problem, layer.inputs
-    tiles = blocks.mega_for(p)
+    of_forward, of_backward = LAUNCHES[p.precision]
+    tiles = of_forward.tiles(p)
     programs = blocks.programs(tiles.gate_up)
     empty = lambda made: clock.empty_trace(len(made.table), programs, inputs.x.device)
 
-    parts = parts_of_weight(p, tiles)
-    memory, work = None, forward_work(p, tiles)
+    memory, work, parts = None, forward_work(p, tiles), parts_of_weight(p, of_backward.tiles(p))
     if p.heap:
         memory, plan, made = meet(p, inputs, None, work, parts)
     else:
         plan, made = plan_and_schedule(inputs.topk_ids, p.E, work)
     words = empty(made) if direction == "forward" else None
-    _, pre = mega_forward(p, inputs, plan, made, tiles, memory, trace=words)
+    _, pre = of_forward.forward(p, inputs, plan, made, tiles, memory, trace=words)
     if direction == "backward":
+        tiles = of_backward.tiles(p)
         work = backward_work(p, tiles, Need(), recompute=pre is None)
         made = meet(p, inputs, layer.dy, work, parts)[2] if p.heap else schedule(plan, work)
         words = empty(made)
-        mega_backward(p, inputs, plan, pre, layer.dy, Need(), made, tiles, memory, trace=words)
+        of_backward.backward(p, inputs, plan, pre, layer.dy, Need(), made, tiles, memory, trace=words)
     return made, words, programs
 
 

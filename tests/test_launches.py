@@ -118,6 +118,39 @@ def test_mega_is_two_launches_each_way_however_many_ranks_meet(W, save):
     assert len(backward) == 2 and "mega_backward_kernel" in backward[1], backward
 
 
+QUANTISE = {"rows": "quantise_rows_kernel", "weights": "quantise_weights_kernel"}
+
+ARE_QUANTISED = {  # by precision, save, and whether over heaps: what forward quantises first, and what backward
+    ("fp8", "pre", False): (["rows", "weights", "weights"], ["weights", "weights", "rows"]),
+    ("fp8", "inputs", False): (["rows", "weights", "weights"], ["weights", "weights", "rows", "rows"]),
+    ("fp8", "inputs", True): (["rows", "weights", "weights"], ["weights", "weights"]),
+    ("fp8_bwd", "pre", False): ([], ["weights", "weights", "rows"]),
+}
+
+
+@pytest.mark.parametrize("precision, save, over_heaps", ARE_QUANTISED)
+def test_in_8_bits_mega_quantises_before_its_two_launches(precision, save, over_heaps):
+    """Both weights, each call, so that no change of one is missed; and tokens by row, x in forward, dy in backward,
+    and x once more where pre is made again from it. Over heaps backward pulls them as they are, and quantises them in
+    the launch that does all else."""
+    mega, problem = stage("mega"), HERE.at(precision=precision, save=save)
+    if reason := mega.why_not(problem):
+        pytest.skip(reason)
+    inputs, dy = random_inputs(problem)
+    if over_heaps:
+        heap = LocalHeaps(2, problem.T)
+        problem = problem.at(heap=heap.key, tokens_per_rank=shares(problem.T, 2))
+    _, saved = mega.forward(problem, inputs)
+    mega.backward(problem, inputs, saved, dy)
+    forward = launches(lambda: mega.forward(problem, inputs), DEVICE)
+    backward = launches(lambda: mega.backward(problem, inputs, saved, dy), DEVICE)
+
+    for names, quantised in zip((forward, backward), ARE_QUANTISED[precision, save, over_heaps], strict=True):
+        found = [name for name in names if name.startswith("quantise")]
+        assert found == [QUANTISE[what] for what in quantised] and len(names) == len(found) + 2, names
+    assert "mega_forward_kernel" in forward[-1] and "scaled_mega_backward_kernel" in backward[-1]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_profiler_sees_kernels_memsets_and_copies():
     b = torch.randn(64, 64, device="cuda")

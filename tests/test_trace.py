@@ -23,6 +23,7 @@ from mega_moe.roofline import DIRECTIONS
 from mega_moe.samples import random_inputs
 from mega_moe.schedule import ARRIVALS, KIND, KINDS, RANK
 from mega_moe.shapes import SAVES, Grads, Problem
+from mega_moe.stages.s6_mega import LAUNCHES
 from mega_moe.symmetric import LocalHeaps
 from mega_moe.timeline import STEPS
 from mega_moe.trace import Span, Trace, read, trace
@@ -37,9 +38,9 @@ UNSTAMPED = -1
 every_direction = pytest.mark.parametrize("direction", DIRECTIONS)
 
 
-def layer_to_trace(save: str = "pre") -> Layer:
+def layer_to_trace(save: str = "pre", precision: str = "bf16") -> Layer:
     """More than one tile of each kind, an expert without rows, and a masked route."""
-    problem = Problem(T=40, H=66, I=40, E=4, K=2, device=DEVICE, save=save)
+    problem = Problem(T=40, H=66, I=40, E=4, K=2, device=DEVICE, save=save, precision=precision)
     inputs, dy = random_inputs(problem)
     ids = reroute(inputs.topk_ids, "empty", problem.E).clone()
     ids[7, 1] = -1
@@ -95,7 +96,8 @@ def test_over_ranks_the_tiles_of_all_ranks_are_stamped(direction):
 
 
 @pytest.mark.parametrize("save", SAVES)
-def test_to_trace_changes_no_bit_of_any_result(monkeypatch, save):
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_to_trace_changes_no_bit_of_any_result(monkeypatch, precision, save):
     def results_of(traced: bool) -> list[torch.Tensor]:
         """y, pre and the gradients, of one forward and one backward."""
         results = []
@@ -108,10 +110,12 @@ def test_to_trace_changes_no_bit_of_any_result(monkeypatch, save):
             return launch
 
         with monkeypatch.context() as patch, poisoned():
-            patch.setattr(module, "mega_forward", keeping(mega.mega_forward))
-            patch.setattr(module, "mega_backward", keeping(mega.mega_backward))
+            both = [
+                of._replace(forward=keeping(of.forward), backward=keeping(of.backward)) for of in LAUNCHES[precision]
+            ]
+            patch.setitem(LAUNCHES, precision, both)
             for direction in DIRECTIONS:
-                module.launch(layer_to_trace(save), direction)
+                module.launch(layer_to_trace(save, precision), direction)
         tensors = [result.tensors() if isinstance(result, Grads) else result for result in results]
         return [tensor for several in tensors for tensor in several if tensor is not None]
 

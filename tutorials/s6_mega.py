@@ -674,7 +674,9 @@ plt.show()
 #
 # ## The recipe, and what changed in it
 #
-# Below, `-` is lesson 4's stage file and `+` this one's. What was a row of launches is a table and a launch:
+# Below, `-` is lesson 4's stage file and `+` this one's. What was a row of launches is a table and a launch. (`LAUNCHES`
+# says which: this rung also multiplies 8-bit codes, where the launches are others, and backward's tokens are quantised
+# by dispatch tiles.)
 
 # %% tags=["hide-input", "diff"]
 stages = [inspect.getsource(module) for module in (s4_persistent, s6_mega)]

@@ -414,6 +414,16 @@ def mx_for(problem: Problem) -> Mx:
     return leaving(problem.num_reserved_sms, mx_tiles())
 
 
+def mega_fp8_for(problem: Problem) -> Mega:
+    """The tiles of one launch that multiplies 8-bit codes: those of codes, in the order of mega's. In fp8_bwd backward
+    makes pre again as forward made it, without codes and with mega's tile."""
+    mega, codes = blocks_for(problem.dtype).mega, fp8_tiles()
+    tiles = {f.name: getattr(codes, f.name) for f in fields(Persistent)}
+    if problem.precision == "fp8_bwd":
+        tiles["gate_up"] = mega.gate_up
+    return leaving(problem.num_reserved_sms, replace(mega, **tiles))
+
+
 def leaving(reserved: int, tiles: Persistent) -> Persistent:
     """The same tiles, for programs that leave so many processors to others."""
     if not reserved:

@@ -27,6 +27,7 @@ from ..shapes import Inputs, Plan, Problem
 from ..symmetric import Memory, heap_of_one_rank, heaps_of
 from .blocks import Resident, programs
 from .plan import begin_chunk, chunks_and_blocks, count_chunk, place_chunk, store_row_start
+from .quantize import quantise_rows
 from .schedule import Schedule, combine_tiles, empty_schedule, parts_of, shared_words, write_part
 from .signal import (
     BACKWARD,
@@ -122,12 +123,14 @@ def publish_tokens(
         "to_token_of_row",
         "to_slot_of_row",
         "to_x",
+        "to_x_scales",
         "to_dy",
         "to_topk_weights",
     ]
 )
 def meet_kernel(
-    x_ptr,  # (T, H) read, any strides: the tokens of the ranks of this process, one rank after another
+    x_ptr,  # (T, H) read, any strides: the tokens of the ranks of this process, one rank after another; or their codes
+    x_scales_ptr,  # (T, SCALES) read, the scales of these; or None
     dy_ptr,  # (T, H) read, any strides; or None
     topk_ids_ptr,  # (T, K) int32 or int64, read, any strides
     topk_weights_ptr,  # (T, K) read, any strides
@@ -153,6 +156,7 @@ def meet_kernel(
     to_token_of_row,  # where things stand in a heap, in bytes
     to_slot_of_row,
     to_x,
+    to_x_scales,
     to_dy,
     to_topk_weights,
     stride_xt,
@@ -173,6 +177,7 @@ def meet_kernel(
     RANKS: tl.constexpr,  # of this process
     H: tl.constexpr,
     K: tl.constexpr,
+    SCALES: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -180,6 +185,7 @@ def meet_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     BLOCK_W: tl.constexpr,
     KIND_OF_PHASE: tl.constexpr = None,  # these and those below say what the schedule holds, if there is one
     STRIPS_OF_PHASE: tl.constexpr = None,
@@ -241,6 +247,23 @@ def meet_kernel(
                 BLOCK_T,
                 BLOCK_H,
             )
+            if x_scales_ptr is not None:
+                publish_tokens(
+                    from_token,
+                    T,
+                    x_scales_ptr,
+                    own_heaps_ptr,
+                    token_start_ptr,
+                    buffer,
+                    SCALES,
+                    1,
+                    to_x_scales,
+                    max_tokens,
+                    SCALES,
+                    RANKS,
+                    BLOCK_T,
+                    BLOCK_S,
+                )
             if dy_ptr is not None:
                 publish_tokens(
                     from_token,
@@ -505,11 +528,15 @@ def meet(
 ) -> tuple[Memory, Plan, Schedule | None]:
     """Publish x, topk_weights and, in backward, dy (T, H); meet the other ranks; plan the rows of this process; and
     write the schedule of `work` on them, if given. parts: of how many the gradient of a route's weight will be the sum.
+    Where forward reads x in 8 bits, it is quantised, in a launch of its own, and published so; backward reads it as it
+    is, to quantise it by column too.
 
     The plan is that of `mega_moe.routing.plan` but for two arrays: token_of_row numbers tokens by rank, home rank *
     max_tokens + token there, and row_of_slot tells only which routes are masked.
     """
-    p, x = problem, inputs.x
+    p, x, x_scales = problem, inputs.x, None
+    if p.token_scales and dy is None:
+        x, x_scales, _ = quantise_rows(x)
     memory_for = heaps_of(p.heap).memory if p.heap else heap_of_one_rank
     memory = memory_for(p, inputs.topk_weights.dtype, parts, x.device)
     layout, at = memory.layout, memory.layout.offsets()
@@ -526,6 +553,7 @@ def meet(
     with shared_words(x.device) as words:
         meet_kernel[(programs(Resident(per_processor=4, reserved=p.num_reserved_sms)),)](
             x,
+            x_scales,
             dy,
             inputs.topk_ids,
             inputs.topk_weights,
@@ -543,7 +571,10 @@ def meet(
             memory.first,
             p.R,
             chunks,
-            *(layout.max_tokens, *map(at.get, ("token_of_row", "slot_of_row", "x", "dy", "topk_weights"))),
+            *(layout.max_tokens, at["token_of_row"], at["slot_of_row"]),
+            at["x"] if x_scales is None else at["x_codes"],
+            None if x_scales is None else at["x_scales"],
+            *(at["dy"], at["topk_weights"]),
             *x.stride(),
             *(dy.stride() if dy is not None else (0, 0)),
             *inputs.topk_ids.stride(),
@@ -557,9 +588,11 @@ def meet(
             W=layout.W,
             RANKS=len(tokens_per_rank),
             H=p.H,
+            SCALES=p.token_scales,
             BLOCK_T=BLOCK_T,
             BLOCK_H=min(BLOCK_H, triton.next_power_of_2(p.H)),
             BLOCK_K=triton.next_power_of_2(p.K),
+            BLOCK_S=triton.next_power_of_2(max(p.token_scales, 1)),
             BLOCK_W=triton.next_power_of_2(layout.W),
             **blocks,
             **ranked,

@@ -787,6 +787,8 @@ def mega_forward(
             DOWN_N=down.BLOCK_N,
             DOWN_C=down.BLOCK_C,
             DOWN_STRIP=down.STRIP,
+            PULL_R=tiles.pull.BLOCK_R,
+            PULL_H=tiles.pull.BLOCK_N,
             FENCE=needs_fence(),
             **exchange_of(memory, tiles),
             num_warps=gate_up.num_warps,
@@ -902,6 +904,8 @@ def mega_backward(
         DW_DOWN_R=dw_down.BLOCK_R,
         NEED_DX=need.dx,
         NEED_DTOPK_WEIGHTS=need.dtopk_weights,
+        PULL_R=tiles.pull.BLOCK_R,
+        PULL_H=tiles.pull.BLOCK_N,
         FENCE=needs_fence(),
         **exchange_of(memory, tiles),
         num_warps=dact.num_warps,
@@ -929,7 +933,7 @@ def offsets_of(memory: Memory | None, *names: str) -> list[int]:
 
 
 def exchange_of(memory: Memory | None, tiles: Mega) -> dict[str, int]:
-    """What both kernels must know of ranks, and of the tiles that multiply nothing."""
+    """What kernels must know of ranks, and of combine tiles."""
     at = memory.layout.offsets() if memory else {}
     W = memory.layout.W if memory else 1
     return dict(
@@ -940,6 +944,4 @@ def exchange_of(memory: Memory | None, tiles: Mega) -> dict[str, int]:
         BLOCK_W=triton.next_power_of_2(W),
         BLOCK_T=tiles.combine.BLOCK_R,
         BLOCK_H=tiles.combine.BLOCK_N,
-        PULL_R=tiles.pull.BLOCK_R,
-        PULL_H=tiles.pull.BLOCK_N,
     )

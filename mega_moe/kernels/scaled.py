@@ -63,13 +63,15 @@ DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32:
 # --8<-- [start:gate_up]
 @triton.jit
 def gate_up_half(
-    x_at,  # (BLOCK_R, BLOCK_C) where the first step of each row's codes begins
+    x_at,  # (BLOCK_R, BLOCK_C) where the first step of each row's codes begins; with x_desc not used
+    x_desc,  # (rows in blocks, H) codes, read: the rows, one after another; or None: they are gathered
     x_scales_at,  # (BLOCK_R,) where each row's scales begin
     w_desc,  # (E, 2, I, H) codes, read
     w_scales_at,  # where the scales of gate begin, for these columns
     to_up,  # from there to those of up
     pre_at,  # (BLOCK_R,) where each row of pre begins, written; or None
     live,  # (BLOCK_R,) whether the row's pre is written
+    block,
     expert,
     first,  # of the columns of I
     H: tl.constexpr,
@@ -89,7 +91,10 @@ def gate_up_half(
         next_x_scale = tl.load(x_scales_at + following)
         next_gate_scale, next_up_scale = tl.load(w_scales_at + following), tl.load(w_scales_at + to_up + following)
         start = group * BLOCK_C
-        x = load_gathered(x_at + start, start, H, BLOCK_C)
+        if x_desc is None:
+            x = load_gathered(x_at + start, start, H, BLOCK_C)
+        else:
+            x = x_desc.load([block * BLOCK_R, start])
         w = w_desc.load([expert, 0, first, start]).reshape(2 * BLOCK_N, BLOCK_C)
         gate_sum, up_sum = halves(dot_codes(x, w.T), BLOCK_R, 2 * BLOCK_N)
         gate += gate_sum * (x_scale * gate_scale)[:, None]
@@ -107,7 +112,8 @@ def gate_up_half(
 
 @triton.jit
 def scaled_gate_up_strip(
-    x_at,  # (BLOCK_R, BLOCK_C) where the first step of each row's codes begins
+    x_at,  # (BLOCK_R, BLOCK_C) where the first step of each row's codes begins; with x_desc not used
+    x_desc,  # (rows in blocks, H) codes, read: the rows, one after another; or None: they are gathered
     x_scales_at,  # (BLOCK_R,) where each row's scales begin
     w_desc,  # (E, 2, I, H) codes, read
     w_scales_ptr,  # (E, 2, groups of I, groups of H), read
@@ -153,12 +159,14 @@ def scaled_gate_up_strip(
             left = right
             right = gate_up_half(
                 x_at,
+                x_desc,
                 x_scales_at,
                 w_desc,
                 w_scales_at,
                 to_up,
                 pre_at,
                 live,
+                block,
                 expert,
                 at + half * HALF,
                 H,
@@ -225,6 +233,7 @@ def scaled_gate_up_kernel(
 
         scaled_gate_up_strip(
             x_ptr + token[:, None] * stride_x + tl.arange(0, BLOCK_C)[None, :],
+            None,
             x_scales_ptr + token * groups,
             w_desc,
             w_scales_ptr,
@@ -462,7 +471,8 @@ def scaled_backward_epilogue(
 
 @triton.jit
 def scaled_dact_strip(
-    dy_at,  # (BLOCK_R, BLOCK_C) where the first step of each row's codes begins
+    dy_at,  # (BLOCK_R, BLOCK_C) where the first step of each row's codes begins; with dy_desc not used
+    dy_desc,  # (rows in blocks, H) codes, read: the rows, one after another; or None: they are gathered
     dy_scales_at,  # (BLOCK_R,) where each row's scales begin
     w_desc,  # (E, I, H) codes, transposed, read
     w_scales_ptr,  # (E, groups of H, groups of I), read
@@ -507,7 +517,10 @@ def scaled_dact_strip(
                 next_dy_scale = tl.load(dy_scales_at + next_group)
                 next_w_scale = tl.load(w_scales_at + next_group * column_blocks)
                 start = group * BLOCK_C
-                dy = load_gathered(dy_at + start, start, H, BLOCK_C)
+                if dy_desc is None:
+                    dy = load_gathered(dy_at + start, start, H, BLOCK_C)
+                else:
+                    dy = dy_desc.load([block * BLOCK_R, start])
                 w = load_matrix(w_desc, expert, column * BLOCK_N, start, BLOCK_N, BLOCK_C)
                 dact += dot_codes(dy, w.T) * (dy_scale * w_scale)[:, None]
                 dy_scale, w_scale = next_dy_scale, next_w_scale
@@ -594,6 +607,7 @@ def scaled_dact_kernel(
         live = route >= 0
         scaled_dact_strip(
             dy_ptr + token[:, None] * stride_dy + tl.arange(0, BLOCK_C)[None, :],
+            None,
             dy_scales_ptr + token * groups,
             w_desc,
             w_scales_ptr,
@@ -652,7 +666,8 @@ def scaled_weight_grad_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """A tile of one expert's weight gradient, summed over its blocks in order; without rows it is zeros."""
+    """A tile of one expert's weight gradient, summed over its blocks in order; without rows it is zeros, and with fewer
+    rows than none NaN, as in persistent.py."""
     tl.static_assert(BLOCK_R == ALONG)
     n_blocks: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     first_m, first_n = tile // n_blocks * BLOCK_M, tile % n_blocks * BLOCK_N
@@ -670,6 +685,8 @@ def scaled_weight_grad_tile(
         b = b_desc.load([first_n, step * BLOCK_R])
         acc += dot_codes(a, b.T) * a_scale[:, None] * b_scale[None, :]
         a_scale, b_scale = next_a_scale, next_b_scale
+    if rows < 0:
+        acc = tl.full((BLOCK_M, BLOCK_N), float("nan"), tl.float32)
 
     mask = (m < M)[:, None] & (n < N)[None, :]
     to_dw = dw_ptr + expert.to(tl.int64) * stride_dwe

@@ -552,7 +552,8 @@ def forward_work(problem: Problem, tiles: Mega) -> Work:
 
 
 def backward_work(problem: Problem, tiles: Mega, need: Need, recompute: bool) -> Work:
-    """What backward does for the needed gradients. recompute: pre was not saved, and gate_up makes it again."""
+    """What backward does for the needed gradients. recompute: pre was not saved, and gate_up makes it again. In 8 bits
+    a weight gradient's tokens are quantised first, by dispatch."""
     H, I = problem.H, problem.I
     phases = [strips("gate_up", I, tiles.gate_up)] if recompute else []
     phases.append(strips("dact", I, tiles.dact))
@@ -574,7 +575,9 @@ def backward_work(problem: Problem, tiles: Mega, need: Need, recompute: bool) ->
         tiles.group,
         tiles.ahead,
     )
-    return over_ranks(work, problem, tiles) if problem.tokens_per_rank else work
+    if problem.tokens_per_rank:
+        return over_ranks(work, problem, tiles)
+    return with_dispatch(work) if problem.precision != "bf16" and grads else work
 
 
 def over_ranks(work: Work, problem: Problem, tiles: Mega) -> Work:

@@ -14,7 +14,7 @@ reading nothing on the host: a meta tensor has no values.)
 Rungs over ranks run three times: without heaps, over heaps of one process (LocalHeaps), and as one of W processes,
 which holds a W-th of the experts, has rows coming from everywhere, and reaches the other ranks by their addresses.
 They run in each precision that they have on the target, each precision's forms behind those of the one before; in 8
-bits from fp32 only with the rare ones.
+bits from fp32, and in fp8_bwd over ranks, only with the rare ones.
 
 Matrix instructions must be there where a kernel multiplies (fp32 does without: IEEE fp32 has none on NVIDIA), shared
 memory must fit, ptxas must not have serialised matrix instructions, and nothing may spill but MAY_SPILL and rare forms:
@@ -91,12 +91,14 @@ LAYERS = {name: PRESETS[name] for name in ("qwen3-30b-a3b", "qwen3-235b-a22b")} 
 # What a kernel may spill, in the units of Compiled. All steps of a direction in one function, or all that ranks meet
 # for, leave the largest part a few registers short; most in fp32, which is for checking. For dact's epilogue in
 # backward that is faster on an H200, by 1 to 4 %, than an epilogue of half the columns, which spills less. In 8 bits
-# gate_up spills on sm_100 alone, and dact of MX on both.
+# gate_up spills on sm_100 alone, and dact of MX on both; and in backward what is spilled are addresses that dispatch and
+# epilogues hoist out of their loops: on sm_90 no loop around a matrix instruction loads any of it.
 MAY_SPILL = {
     "mx_dact_kernel": 80,
     "scaled_gate_up_kernel": 32,
     "mega_forward_kernel": 56,
     "mega_backward_kernel": 148,
+    "scaled_mega_backward_kernel": 1500,
     "meet_kernel": 80,
     "combine_slots_kernel": 8,
 }
@@ -203,6 +205,7 @@ def forms(target: str, problem: Problem, rare: bool = False) -> list[Form]:
             if precision not in rung.precisions or rung.recipe().why_not(problem.at(precision=precision)):
                 continue
             over_ranks = rung.over_ranks and (rare or save == "inputs")  # the default there
+            over_ranks &= rare or precision != "fp8_bwd"  # whose gate_up one rank has too
             able = (rung.needs_triton, over_ranks, over_ranks)
             for over, which in itertools.compress(zip(OVER, (problem, over_heaps, as_process)), able):
                 JITFunction.run = recorder(launched, rare=need != Need(), over=over)
@@ -213,7 +216,10 @@ def forms(target: str, problem: Problem, rare: bool = False) -> list[Form]:
             each.close()
     finally:
         JITFunction.run = run
-    return list({form.key(): form for form in reversed(launched)}.values())[::-1]  # the first of each, and in order
+    first = {}  # of each, and in order: those of a precision that a target has not come behind all others
+    for form in launched:
+        first.setdefault(form.key(), form)
+    return list(first.values())
 
 
 def W_of(problem: Problem, most: int) -> int:
