@@ -283,5 +283,6 @@ def tensors(result: tuple[Tensor, Grads]) -> list[Tensor | None]:
 
 def bits(t: Tensor) -> Tensor:
     """A float tensor's bits as integers."""
+    t = t.float() if t.element_size() == 1 else t  # e4m3, which fp32 holds
     as_integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()]
     return torch.where(t.isnan(), torch.nan, t).contiguous().view(as_integers)

@@ -8,6 +8,7 @@ process (see programs.py). What programs of one rank hand to each other is in te
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache
+from types import ModuleType
 
 import pytest
 import torch
@@ -15,12 +16,14 @@ from cases import layer, on_cpu, poisoned
 from planted import Fault, moved, planted, signal_first, with_argument, without
 from programs import LAGGARD, RUNS, UNEVEN, Subject, recorded
 from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
 
 from mega_moe import LocalHeaps
-from mega_moe.kernels import blocks, mega
 from mega_moe.kernels import meet as meeting
+from mega_moe.kernels import mega, scaled_mega
 from mega_moe.kernels import schedule as schedules
 from mega_moe.shapes import Need
+from mega_moe.stages.s6_mega import LAUNCHES
 from mega_moe.symmetric import Memory
 
 pytestmark = on_cpu
@@ -31,9 +34,13 @@ TOKENS = (9, 7)
 
 @lru_cache
 def subject(name: str) -> Subject:
-    """meet, forward, backward, recompute, or dtopk_weights: backward for this gradient alone."""
+    """meet, forward, backward, recompute, or dtopk_weights: backward for this gradient alone; each with fp8 before it
+    in that precision."""
+    precision = "fp8" if name.startswith("fp8 ") else "bf16"
+    name, module = name.removeprefix("fp8 "), module_of(name)
     problem, inputs, dy = layer(**LAYER)
-    tiles = replace(blocks.mega_for(problem), group=2)
+    problem, (one_launch, _) = problem.at(precision=precision), LAUNCHES[precision]
+    tiles = replace(one_launch.tiles(problem), group=2)
     heap, parts = LocalHeaps(len(TOKENS), max(TOKENS)), mega.parts_of_weight(problem, tiles)
     save = "inputs" if name == "recompute" else "pre"
     problem = problem.at(heap=heap.key, tokens_per_rank=TOKENS, save=save)
@@ -51,17 +58,28 @@ def subject(name: str) -> Subject:
             return meeting_only(subject_of(meeting.meet_kernel, meet, memory), [*vars(inputs).values(), dy], memory)
 
         _, plan, schedule = meeting.meet(problem, inputs, None, forward_work, parts)
-        forward = lambda: mega.mega_forward(problem, inputs, plan, schedule, tiles, memory)
+        forward = lambda: one_launch.forward(problem, inputs, plan, schedule, tiles, memory)
         if name == "forward":
-            return subject_of(mega.mega_forward_kernel, forward, memory, schedule.counters)
+            return subject_of(kernel_of(module, "forward"), forward, memory, schedule.counters)
 
         _, pre = forward()
         poison(memory)
         need = Need(dx=False, dw_gate_up=False, dw_down=False) if name == "dtopk_weights" else Need()
         backward_work = schedules.backward_work(problem, tiles, need, recompute=pre is None)
         _, _, met = meeting.meet(problem, inputs, dy, backward_work, parts)
-        backward = lambda: mega.mega_backward(problem, inputs, plan, pre, dy, need, met, tiles, memory)
-        return subject_of(mega.mega_backward_kernel, lambda: vars(backward()).values(), memory, met.counters)
+        backward = lambda: one_launch.backward(problem, inputs, plan, pre, dy, need, met, tiles, memory)
+        return subject_of(kernel_of(module, "backward"), lambda: vars(backward()).values(), memory, met.counters)
+
+
+def module_of(name: str) -> ModuleType:
+    """Where the kernel of a subject is written."""
+    if name == "meet":
+        return meeting
+    return scaled_mega if name.startswith("fp8 ") else mega
+
+
+def kernel_of(module: ModuleType, direction: str) -> InterpretedFunction:
+    return getattr(module, f"{module.__name__.rpartition('.')[2]}_{direction}_kernel")
 
 
 def share(memory: Memory) -> None:
@@ -108,7 +126,9 @@ def meeting_only(right: Subject, given: list[Tensor], memory: Memory) -> Subject
 
 
 @pytest.mark.parametrize("pace", [UNEVEN, LAGGARD], ids=["uneven", "a laggard"])
-@pytest.mark.parametrize("name", ["meet", "forward", "backward", "recompute", "dtopk_weights"])
+@pytest.mark.parametrize(
+    "name", ["meet", "forward", "backward", "recompute", "dtopk_weights", "fp8 forward", "fp8 recompute"]
+)
 def test_programs_at_once_compute_what_they_compute_one_after_another(name, pace):
     assert not replace(subject(name), pace=pace).wrong(seed=0)
 
@@ -138,6 +158,9 @@ FAULTS = {  # where it shows, in which branch it is planted, and what it is
     "down tells homes before it stores": ("forward", DOWN, moved("tell_homes", before="slot_gemm_strip")),
     "combine does not wait for rows": ("forward", COMBINE, with_argument("wait_for_rows", 1, "0 * it")),
     "combine waits for half of its rows": ("forward", COMBINE, with_argument("wait_for_rows", 1, "it // 2")),
+    "dispatch signals before it pulls codes": ("fp8 forward", DISPATCH, signal_first),
+    "gate_up does not wait for codes": ("fp8 forward", GATE_UP, without("wait")),
+    "dispatch signals before it pulls and quantises": ("fp8 recompute", DISPATCH, signal_first),
     "dispatch signals in backward before it pulls": ("backward", DISPATCH, signal_first),
     "dact does not wait for dispatch": ("backward", DACT, without("wait")),
     "gate_up does not wait in backward for dispatch": ("recompute", GATE_UP, without("wait")),
@@ -151,5 +174,5 @@ FAULTS = {  # where it shows, in which branch it is planted, and what it is
 def test_a_planted_fault_goes_wrong_in_some_run(fault, tmp_path):
     name, branch, change = FAULTS[fault]
     right = subject(name)
-    module = planted(meeting if name == "meet" else mega, right.launch.kernel.__name__, branch, change, tmp_path)
+    module = planted(module_of(name), right.launch.kernel.__name__, branch, change, tmp_path)
     assert any(right.of_module(module).wrong(seed, most_polls=100) for seed in range(RUNS))
