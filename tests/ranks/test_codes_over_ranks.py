@@ -6,7 +6,9 @@ from itertools import product
 
 import pytest
 import torch
-from cases import assert_same, layer, run, same_bits
+import torch.distributed as dist
+from cases import assert_same, layer, on_cpu, run, same_bits, train
+from forked import no_fork_warning, on_ranks, share, together
 from torch import Tensor
 
 from mega_moe import LocalHeaps
@@ -43,6 +45,20 @@ def test_ranks_compute_what_one_computes(name, poison):
     over_heaps = problem.at(heap=heap.key, tokens_per_rank=tokens_per_rank)
     assert_same(run(MEGA, over_heaps, inputs, dy), on_one_rank(problem, inputs, dy))
     assert len(heap.pages) == 1
+
+
+@on_cpu
+@no_fork_warning
+@pytest.mark.parametrize("precision", ["fp8", "fp8_bwd"])
+def test_a_process_for_each_rank(precision, tmp_path, poison):
+    """Of uneven ranks, through moe."""
+    problem, inputs, dy = layer(T=7, E=4, H=40, I=32)
+
+    def work(rank: int) -> tuple[Tensor, Grads]:
+        return train(MEGA, *share(inputs, dy, (1, 6), rank), group=dist.group.WORLD, precision=precision)
+
+    got = together(on_ranks(2, work, tmp_path))
+    assert_same(got, on_one_rank(problem.at(precision=precision), inputs, dy))
 
 
 def test_exactly_the_gradients_that_are_needed(poison):
