@@ -10,6 +10,10 @@ in every call, so that no change of a weight is missed.
 
 Over ranks forward pulls codes, which their homes have made and published (see meet.py). Backward pulls rows as they
 are, since its weight gradients need them by column, and quantises them both ways as they come.
+
+The compiler hoists nothing out of the loop over tickets. What it would find there, indices and masks of all kinds of
+tiles, takes no time to make again, and would take registers from each of them: in backward 750 bytes of a thread would
+lie in memory, and not 120. (The interpreter knows nothing of `tl.condition`, and would never leave such a loop.)
 """
 
 import torch
@@ -61,7 +65,7 @@ from .scaled import (
 )
 from .schedule import Schedule
 from .signal import draw, needs_fence, signal, wait
-from .tile import weight_of_route
+from .tile import INTERPRETED, weight_of_route
 from .weights import aligned, readable
 
 DISPATCH = tl.constexpr(KINDS.index("dispatch"))
@@ -225,7 +229,7 @@ def scaled_mega_forward_kernel(
     H_GROUPS: tl.constexpr = (H + ALONG - 1) // ALONG
     I_GROUPS: tl.constexpr = (I + ALONG - 1) // ALONG
     ticket, following = draw(counters_ptr), draw(counters_ptr)
-    while ticket < tickets:
+    while (ticket < tickets) if INTERPRETED else tl.condition(ticket < tickets, disable_licm=True):
         kind, expert, block, row, rows, column, arrivals = look_up(ticket, tickets, table_ptr)
         after = draw(counters_ptr)
 
@@ -497,7 +501,7 @@ def scaled_mega_backward_kernel(
     if heaps_ptr is not None:
         buffer = tl.load(in_heap(tl.load(own_heaps_ptr), CALL, tl.int32)) & 1
     ticket, following = draw(counters_ptr), draw(counters_ptr)
-    while ticket < tickets:
+    while (ticket < tickets) if INTERPRETED else tl.condition(ticket < tickets, disable_licm=True):
         kind, expert, block, row, rows, column, arrivals = look_up(ticket, tickets, table_ptr)
         after = draw(counters_ptr)
 
