@@ -102,6 +102,7 @@ MAY_SPILL = {
     "scaled_mega_backward_kernel": 700,
     "meet_kernel": 80,
     "combine_slots_kernel": 8,
+    "schedule_kernel": 8,
 }
 OVER = ("nothing", "local heaps", "processes")
 """What a form is launched over."""
