@@ -415,10 +415,16 @@ def mx_for(problem: Problem) -> Mx:
 
 
 def mega_fp8_for(problem: Problem) -> Mega:
-    """The tiles of one launch that multiplies 8-bit codes: those of codes, in the order of mega's. In fp8_bwd backward
-    makes pre again as forward made it, without codes and with mega's tile."""
+    """The tiles of one launch that multiplies 8-bit codes: those of codes, in the order of mega's, one a ticket and all
+    for the same number of warps. In fp8_bwd backward makes pre again as forward made it, without codes and with mega's
+    tile."""
     mega, codes = blocks_for(problem.dtype).mega, fp8_tiles()
     tiles = {f.name: getattr(codes, f.name) for f in fields(Persistent)}
+    for name, tile in tiles.items():
+        if isinstance(tile, Strips):
+            tiles[name] = replace(tile, STRIP=1, FLATTEN=False)
+        elif isinstance(tile, ResidentWeightGrad):
+            tiles[name] = replace(tile, BLOCK_M=128, per_processor=1, maxnreg=None)
     if problem.precision == "fp8_bwd":
         tiles["gate_up"] = mega.gate_up
     return leaving(problem.num_reserved_sms, replace(mega, **tiles))

@@ -92,8 +92,8 @@ LAYERS = {name: PRESETS[name] for name in ("qwen3-30b-a3b", "qwen3-235b-a22b")} 
 # for, leave the largest part a few registers short; most in fp32, which is for checking. For dact's epilogue in
 # backward that is faster on an H200, by 1 to 4 %, than an epilogue of half the columns, which spills less. In 8 bits
 # gate_up spills on sm_100 alone, and dact of MX on both; backward in one launch up to 150 bytes on sm_90, 430 where
-# ranks' rows are quantised both ways, and on sm_100 half as much again: but no loop around a matrix instruction loads any
-# of it (on sm_90).
+# ranks' rows are quantised both ways, and on sm_100 half as much again: but no loop around a matrix instruction loads
+# any of it (on sm_90).
 MAY_SPILL = {
     "mx_dact_kernel": 80,
     "scaled_gate_up_kernel": 32,
