@@ -130,13 +130,14 @@ def mx_store_rows(
     first,  # of the columns; a multiple of 32
     N: tl.constexpr,
     COLUMNS: tl.constexpr,
+    FULL: tl.constexpr,  # whether all columns of every tile are below N
 ):
     """Quantise a tile by rows, and write it."""
     codes, scales = mx_quantise(t, 1)
     n, block = tl.arange(0, COLUMNS) + first, tl.arange(0, COLUMNS // ALONG) + first // ALONG
-    mask = inside(live, n, N, N % COLUMNS == 0)
+    mask = inside(live, n, N, FULL)
     tl.store(codes_at[:, None] + n[None, :], codes, mask=mask)
-    mask = inside(live, block, (N + ALONG - 1) // ALONG, N % COLUMNS == 0)
+    mask = inside(live, block, (N + ALONG - 1) // ALONG, FULL)
     tl.store(scales_at[:, None] + block[None, :], scales, mask=mask)
 
 
@@ -165,7 +166,16 @@ def mx_quantise_rows_kernel(
     mask = (row < T)[:, None] & (n < N)[None, :]
 
     t = tl.load(t_ptr + row[:, None] * stride_t + n[None, :] * stride_n, mask=mask, other=0.0).to(tl.float32)
-    mx_store_rows(codes_ptr + row * stride_codes, scales_ptr + row * stride_scales, t, row < T, first, N, BLOCK_N)
+    mx_store_rows(
+        codes_ptr + row * stride_codes,
+        scales_ptr + row * stride_scales,
+        t,
+        row < T,
+        first,
+        N,
+        BLOCK_N,
+        N % BLOCK_N == 0,
+    )
 
 
 # --8<-- [end:rows]
@@ -204,7 +214,9 @@ def mx_quantise_weights_kernel(
     at = w_ptr + matrix // PARTS * stride_e + matrix % PARTS * stride_part
     w = tl.load(at + n[:, None] * stride_n + c[None, :] * stride_c, mask=mask, other=0.0).to(tl.float32)
     row = matrix * N + n
-    mx_store_rows(codes_ptr + row * stride_codes, scales_ptr + row * stride_scales, w, n < N, first, C, BLOCK_N)
+    mx_store_rows(
+        codes_ptr + row * stride_codes, scales_ptr + row * stride_scales, w, n < N, first, C, BLOCK_N, C % BLOCK_N == 0
+    )
 
 
 # --8<-- [end:weights]

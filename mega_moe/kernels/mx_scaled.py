@@ -112,7 +112,7 @@ def mx_gate_up_kernel(
                 act = narrow(act_of(gate.to(tl.float32), up.to(tl.float32), LIMIT, dtype), dtype).to(tl.float32)
                 r = block.to(tl.int64) * BLOCK_R + i_block
                 act_at, act_scales_at = act_ptr + r * stride_act, act_scales_ptr + r * stride_act_scales
-                mx_store_rows(act_at, act_scales_at, act, None, column * BLOCK_N, I, BLOCK_N)
+                mx_store_rows(act_at, act_scales_at, act, None, column * BLOCK_N, I, BLOCK_N, I % BLOCK_N == 0)
 
         ticket, following = following, after
         block, expert, row, rows = next_block, next_expert, next_row, next_rows
@@ -251,8 +251,9 @@ def mx_backward_epilogue(
             scales += tl.cast(I, tl.int64) * stride_columns_scales
             mx_store_columns(codes, scales, dup, i, stride_columns, stride_columns_scales, I)
         if dpre_at is not None:
-            mx_store_rows(dpre_at, dpre_scales_at, dgate, None, at, I, CHUNK)
-            mx_store_rows(dpre_at + to_dup, dpre_scales_at + to_dup_scales, dup, None, at, I, CHUNK)
+            # Chunks of the last tile may lie behind I altogether, also where CHUNK divides it.
+            mx_store_rows(dpre_at, dpre_scales_at, dgate, None, at, I, CHUNK, I % BLOCK_N == 0)
+            mx_store_rows(dpre_at + to_dup, dpre_scales_at + to_dup_scales, dup, None, at, I, CHUNK, I % BLOCK_N == 0)
     return part
 
 

@@ -683,7 +683,7 @@ def scaled_weight_grad_tile(
         next_b_scale = tl.load(b_scales_at + next_step * N, mask=n < N, other=0.0)
         a = a_desc.load([first_m, step * BLOCK_R])
         b = b_desc.load([first_n, step * BLOCK_R])
-        acc += dot_codes(a, b.T) * a_scale[:, None] * b_scale[None, :]
+        acc += dot_codes(a, b.T) * (a_scale[:, None] * b_scale[None, :])
         a_scale, b_scale = next_a_scale, next_b_scale
     if rows < 0:
         acc = tl.full((BLOCK_M, BLOCK_N), float("nan"), tl.float32)

@@ -49,7 +49,9 @@ from mega_moe.shapes import Need, Plan, Problem
 nan = torch.nan
 ALONG, BLOCK_R = MX.along, mx_tiles().BLOCK_R
 
-every_size = pytest.mark.parametrize("H, I", [(16, 16), (70, 100), (64, 128), (33, 67), (1, 1)], ids=str)
+every_size = pytest.mark.parametrize(
+    "H, I", [(16, 16), (70, 100), (64, 128), (33, 67), (64, 32), (64, 96), (1, 1)], ids=str
+)
 every_routing = pytest.mark.parametrize(
     "rows, masked",
     [([1, BLOCK_R - 1, 0, BLOCK_R, 33, BLOCK_R + 1], 5), ([0, 0, BLOCK_R + 5, 0], 0), ([0, 1], 0), ([0, 0], 6)],
