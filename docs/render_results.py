@@ -130,12 +130,17 @@ def save(record: dict, folder: Path) -> Path:
 def save_ranks(*reports: dict, folder: Path) -> Path:
     """Write a report of ranks_check, or several of one node, as one record: each part as the last of them that passed
     it says. Raises ValueError where a part has not passed, for a CPU's, and where they are not of one node."""
+    if not all("parts" in report for report in reports):
+        raise ValueError("give reports of ranks_check apart from those of the benchmarks")
     kept = {part["name"]: part for report in reports for part in report["parts"] if part["passed"]}
     failed = sorted({part["name"] for report in reports for part in report["parts"]} - kept.keys())
     if failed or not kept:
         raise ValueError(f"not a result, since parts have not passed: {', '.join(failed) or 'all'}")
-    about = [(r["ranks"], {**r["machine"], "date": None}, kept["machine"]["facts"]["devices"]) for r in reports]
-    if any(one != about[0] for one in about):
+    about = []
+    for report in reports:
+        (node,) = [part["facts"] for part in report["parts"] if part["name"] == "machine"] or [{}]
+        about.append((report["ranks"], report["machine"] | {"date": None}, node.get("devices")))
+    if any(one != about[0] or not one[-1] for one in about):
         raise ValueError("the reports come from different nodes or versions")
     machine = reports[-1]["machine"] | {"date": reports[-1]["machine"]["date"][:10]}
     whole = {"machine": machine, "ranks": reports[0]["ranks"], "parts": list(kept.values())}

@@ -613,6 +613,13 @@ def over_two_gpus(*names: str, device: str = "NVIDIA H200", date: str = "2026-12
     return dict(machine=dict(device=device, torch="2.11.0", date=date), ranks=2, passed=True, parts=parts)
 
 
+def mixed_node() -> dict:
+    """The same of a node whose GPUs are not alike."""
+    report = over_two_gpus("machine")
+    report["parts"][0]["facts"]["devices"] = ["NVIDIA H200", "NVIDIA H100"]
+    return report
+
+
 def test_a_report_over_ranks_becomes_a_record_and_tables(tmp_path):
     """16 ms is twice as fast as 32; the worst of what eager torch is off is 0.006."""
     one, two = (
@@ -651,6 +658,9 @@ def test_the_newest_record_of_each_number_of_gpus_is_shown(tmp_path):
         ([over_two_gpus("machine", device="AMD EPYC (CPU)")], "only a GPU's times"),
         ([over_two_gpus("machine"), over_two_gpus("machine", device="NVIDIA H100")], "different nodes"),
         ([over_two_gpus("machine"), over_two_gpus("machine") | {"ranks": 4}], "different nodes"),
+        ([over_two_gpus("machine"), over_two_gpus("stress")], "different nodes"),
+        ([mixed_node(), over_two_gpus("machine")], "different nodes"),
+        ([over_two_gpus("machine"), benchmarks()], "apart from those of the benchmarks"),
     ],
 )
 def test_what_is_no_result_over_ranks_is_refused(tmp_path, reports, reason):
