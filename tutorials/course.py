@@ -131,7 +131,7 @@ def least(cost):
     return max(cost.flops / (h200.tflops(p.dtype) * 1e9), cost.bytes / (h200.gb_per_s * 1e6))
 
 
-name = "qwen3-235b-a22b"
+name = "qwen3-30b-a3b"
 p = PRESETS[name]
 steps = [cost for direction in roofline.DIRECTIONS for cost in roofline.steps(p, direction).values()]
 again = roofline.Cost(0, (p.T + p.R) * p.H * p.dtype.itemsize)  # backward copies x once more, on the way to dw_gate_up
@@ -191,7 +191,7 @@ table(
 )
 
 # %% [markdown]
-# (One layer of qwen3-235b-a22b, forward and backward, an H200, 16,384 tokens.)
+# (One layer of qwen3-30b-a3b, forward and backward, an H200, 16,384 tokens.)
 #
 # ## One example, all the way
 #

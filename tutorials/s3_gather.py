@@ -603,7 +603,7 @@ if record and not any(record.ms(name, "gather", both) for name in record.problem
 #
 # The memory is what was promised, to the last few MiB. The time is a mixed bag. Forward is faster: gate_up and dact
 # gather at no cost that one could see, down and drows store by slot for a few percent more, and the copies are gone.
-# But in the record of November 2026 gathered weight gradients take nearly a third longer than contiguous ones. What
+# But in the records of November 2026 gathered weight gradients take a fifth to a third longer than contiguous ones. What
 # that adds is several times what their copies need at the least, and so backward, and the training step as a whole, is
 # *slower* than on the rung below. This rung trades time for memory. The next one wins the time back.
 #

@@ -121,6 +121,14 @@ def test_one_process_is_judged_too(monkeypatch):
     assert failure.startswith("a layer: one process is over its parity budget") and "'dx'" in failure
 
 
+def test_every_rank_must_hear_who_stayed_away():
+    heard = "rank 0 waited in vain for rank 2 at call 3"
+    assert right.who_did_not_hear([heard, heard, heard], 2) == []
+    assert right.who_did_not_hear([heard, None, heard], 2) == [1]
+    assert right.who_did_not_hear([heard, heard, "CUDA error"], 2) == [2]
+    assert right.who_did_not_hear([heard.replace("rank 2", "rank 21"), heard, None], 2) == [0, 2]
+
+
 def test_differences_are_counted_by_output():
     results = {name: torch.zeros(3) for name in OUTPUTS}
     other = results | {"dx": torch.tensor([0.0, -0.0, 0.0])}
