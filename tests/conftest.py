@@ -28,9 +28,9 @@ if DEVICE == "cpu" and find_spec("triton"):
 SLICES = {
     "a rung": 80,
     "ranks": 300,
-    "kernels": 140,
+    "kernels": 230,
     "compile": 120,
-    "cross-compile": 440,
+    "cross-compile": 520,
     "lessons": 230,
     "the rest": 330,
 }
