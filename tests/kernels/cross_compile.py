@@ -14,8 +14,8 @@ reading nothing on the host: a meta tensor has no values.)
 Rungs over ranks run three times: without heaps, over heaps of one process (LocalHeaps), and as one of W processes,
 which holds a W-th of the experts, has rows coming from everywhere, and reaches the other ranks by their addresses.
 They run in each precision that they have on the target, each precision's forms behind those of the one before. In 8
-bits one launch takes a minute to compile: without the rare ones it is fp8 alone that makes pre again, on one rank and
-as a process; and nothing is compiled in 8 bits from fp32.
+bits one launch takes a minute to compile: without the rare ones it is fp8 alone, that makes pre again, on one rank; and
+nothing is compiled in 8 bits from fp32.
 
 Matrix instructions must be there where a kernel multiplies (fp32 does without: IEEE fp32 has none on NVIDIA), shared
 memory must fit, ptxas must not have serialised matrix instructions, and nothing may spill but MAY_SPILL and rare forms:
@@ -207,10 +207,12 @@ def forms(target: str, problem: Problem, rare: bool = False) -> list[Form]:
         for precision, need, rung, save in itertools.product(precisions, needs if rare else [Need()], LADDER, SAVES):
             if precision not in rung.precisions or rung.recipe().why_not(problem.at(precision=precision)):
                 continue
-            # One launch of codes takes a minute to compile: its fullest form stands for the others, that of a process.
-            fullest = precision == "bf16" or rung.name != "mega" or (precision == "fp8" and save == "inputs")
-            over_ranks = rung.over_ranks and (rare or (fullest and save == "inputs"))  # the default there
-            able = (rung.needs_triton and (rare or fullest), over_ranks and (rare or precision == "bf16"), over_ranks)
+            common = rare or precision == "bf16"
+            # One launch of codes takes a minute to compile: its fullest form on one rank stands for the others.
+            fullest = precision == "fp8" and save == "inputs" and problem.H % 128 == problem.I % 128 == 0
+            over_ranks = rung.over_ranks and common and (rare or save == "inputs")  # the default there
+            alone = rung.needs_triton and (common or fullest or rung.name != "mega")
+            able = (alone, over_ranks, over_ranks)
             for over, which in itertools.compress(zip(OVER, (problem, over_heaps, as_process)), able):
                 JITFunction.run = recorder(launched, rare=need != Need(), over=over)
                 saving, inputs = which.at(save=save, precision=precision), meta_inputs(which)
