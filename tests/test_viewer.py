@@ -600,9 +600,30 @@ def test_a_wrong_number_says_so_and_changes_nothing(explorer):
         assert field(explorer, "said").inner_text() == before
         field(explorer, letter).fill(f"{right + 2}")
         assert field(explorer, "wrong").inner_text() == "" and field(explorer, "said").inner_text() != before
-    field(explorer, "tflops").fill("0")
-    assert "The matrix rate must be a number above 0." in field(explorer, "wrong").inner_text()
-    assert field(explorer, "tflops").get_attribute("aria-invalid") == "true"
+
+
+def test_a_rate_beyond_its_bounds_says_so_and_changes_nothing(explorer):
+    """Some are numbers whose ridge is none: infinite, or 0."""
+    before = field(explorer, "said").inner_text()
+    for name, words in (("tflops", "The matrix rate"), ("gb_per_s", "The bandwidth")):
+        rate, right = field(explorer, name), field(explorer, name).input_value()
+        for value in ("", "0", "-1", "1e306", "1e-306", "0.0009", "1000001"):
+            rate.fill(value)
+            assert f"{words} must be a number from 0.001 to 1,000,000." in field(explorer, "wrong").inner_text()
+            assert rate.get_attribute("aria-invalid") == "true" and field(explorer, "said").inner_text() == before
+        rate.fill(right)
+        assert field(explorer, "wrong").inner_text() == "" and rate.get_attribute("aria-invalid") == "false"
+
+
+@pytest.mark.parametrize(
+    "tflops, gb_per_s, ridge", [("1000000", "0.001", "1,000,000,000,000"), ("0.001", "1000000", "0.00000100")]
+)
+def test_the_roof_is_drawn_up_to_the_bounds(explorer, tflops, gb_per_s, ridge):
+    field(explorer, "tflops").fill(tflops)
+    field(explorer, "gb_per_s").fill(gb_per_s)
+    roof = field(explorer, "roof")
+    assert field(explorer, "wrong").inner_text() == "" and f"ridge at {ridge}" in roof.get_attribute("aria-label")
+    assert "NaN" not in roof.inner_html() and "Infinity" not in roof.inner_html()
 
 
 # Both pages, wherever they are read.

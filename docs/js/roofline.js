@@ -121,6 +121,7 @@ function boundByFlopsFrom(layer, direction, device) {
 // The page.
 
 const SIZES = { T: 2 ** 22, H: 2 ** 17, I: 2 ** 17, E: 4096, K: 4096 }; // the most of each
+const RATES = { least: 1e-3, most: 1e6 }; // of a device, either one: beyond, the roof is no picture
 
 /** Three digits, or all of a whole number. */
 function digits(number) {
@@ -156,9 +157,11 @@ function startExplorer(root) {
     }
     const device = {};
     for (const [name, words] of [["tflops", "The matrix rate"], ["gb_per_s", "The bandwidth"]]) {
-      const field = find(name), number = Number(field.value), fits = Number.isFinite(number) && number > 0;
+      const field = find(name), number = Number(field.value);
+      const fits = number >= RATES.least && number <= RATES.most;
       field.setAttribute("aria-invalid", !fits);
-      if (!fits) throw new Error(`${words} must be a number above 0.`);
+      const bounds = [RATES.least, RATES.most].map((rate) => rate.toLocaleString("en-US"));
+      if (!fits) throw new Error(`${words} must be a number from ${bounds.join(" to ")}.`);
       device[name] = number;
     }
     return { layer, device };
