@@ -425,10 +425,30 @@ def test_two_traces_that_count_in_different_units_are_not_compared(timeline, tmp
 
 
 def broken(change) -> str:
-    """A trace's file with something wrong in it."""
+    """A trace's file with something wrong in its first tile."""
+    return changed(lambda data: change(next(event for event in data["traceEvents"] if event["ph"] == "X")))
+
+
+def changed(change) -> str:
+    """A trace's file with something wrong anywhere."""
     data = hand_made().as_perfetto()
-    change(next(event for event in data["traceEvents"] if event["ph"] == "X"))
+    change(data)
     return json.dumps(data)
+
+
+def scale(data: dict, by: float) -> None:
+    """Multiplies all times."""
+    for event in data["traceEvents"]:
+        if event["ph"] == "X":
+            event.update(ts=event["ts"] * by, dur=event["dur"] * by)
+
+
+def first_wait(data: dict) -> dict:
+    return next(event for event in data["traceEvents"] if event["name"] == "waiting")
+
+
+def first_name(data: dict) -> dict:
+    return next(event for event in data["traceEvents"] if event["name"] == "thread_name")["args"]
 
 
 WRONG = {
@@ -444,6 +464,43 @@ WRONG = {
     "words": (broken(lambda event: event.update(ts="soon")), "the times of tile 0 are missing, or run backwards"),
     "backwards": (broken(lambda event: event.update(dur=-1)), "the times of tile 0 are missing, or run backwards"),
     "another kind": (broken(lambda event: event["args"].update(kind="stir")), "tile 0 is of kind “stir”"),
+    "no kind": (broken(lambda event: event["args"].update(kind={"toString": 1})), "kind or step of tile 0 is missing"),
+    "null for a time": (broken(lambda event: event.update(dur=None)), "the times of tile 0 are missing"),
+    "null for a wait": (changed(lambda data: first_wait(data).update(ts=None)), "the times of tile 1 are missing"),
+    "below 0": (broken(lambda event: event.update(ts=-2)), "tile 0 lasts from -2 to "),
+    "too long": (
+        broken(lambda event: event.update(dur=1e308)),
+        "to 1e+308; this page draws times from 0 to 1,000,000,",
+    ),
+    "too short": (changed(lambda data: scale(data, 1e-322)), "this page draws what lasts at least 0.001"),
+    "facts that are text": (changed(lambda data: data.update(otherData="mine")), 'must be an object, not "mine"'),
+    "facts that are a number": (changed(lambda data: data.update(otherData=3)), "must be an object, not 3"),
+    "a name that is none": (
+        changed(lambda data: first_name(data).update(name=None)),
+        "the name of thread 0 must be text",
+    ),
+    **{
+        f"{name} that is no text": (
+            changed(lambda data, name=name: data["otherData"].update({name: 7})),
+            f"{name} in its otherData must be text",
+        )
+        for name in ("direction", "unit", "device", "date")
+    },
+    **{
+        f"{name} that is no number": (
+            changed(lambda data, name=name: data["otherData"].update({name: "many"})),
+            f"{name} in its otherData must be a whole number",
+        )
+        for name in (*"THIEKW", "lanes")
+    },
+    **{
+        f"no {name}": (broken(lambda event, name=name: event["args"].pop(name)), f"{name} of tile 0 is missing")
+        for name in ("expert", "block", "row", "rows", "column", "arrivals")
+    },
+    **{
+        f"no {name}": (broken(lambda event, name=name: event.pop(name)), f"{name} of tile 0 is missing")
+        for name in ("pid", "tid")
+    },
 }
 
 
@@ -459,6 +516,23 @@ def test_a_wrong_file_says_what_is_wrong_and_changes_nothing(timeline, tmp_path)
         assert part(timeline, "numbers").inner_text() == before
     opened(timeline, written(tmp_path, "right.json", hand_made()))
     assert part(timeline, "wrong").inner_text() == ""
+
+
+@pytest.mark.parametrize("by", [0, 1e-4, 7e10])
+def test_a_file_whose_times_are_just_within_bounds_is_drawn(timeline, tmp_path, by):
+    """As far in as the picture goes; of more lanes than any device has."""
+    path = tmp_path / "mine.json"
+    path.write_text(changed(lambda data: (scale(data, by), data["otherData"].update(lanes=2**53 - 1))))
+    opened(timeline, path)
+    assert part(timeline, "title").inner_text() == "mine.json"
+    for _ in range(18):
+        part(timeline, "in").click()
+    part(timeline, "canvas").focus()
+    for key in ("ArrowRight", "Home"):
+        timeline.keyboard.press(key)
+    assert part(timeline, "said").inner_text().startswith("dispatch of expert 0, 100 rows")
+    for table in ("numbers", "kinds"):
+        assert not re.search("NaN|∞", part(timeline, table).text_content())
 
 
 def test_the_file_to_try_is_one_that_opens(timeline, site):

@@ -26,61 +26,101 @@ const TALL = 20; // of a lane, for whoever wants to read them
 const LETTER = 6.1; // of a label
 const OVERVIEW = 24; // of a timeline in the overview
 const PIECES = 400; // of time, in the overview
+const SIZES = [..."THIEKW"]; // of the layer that a file is of
+const LATEST = 1e12; // that a tile of a file may end: of microseconds, eleven days
+const SHORTEST = 1e-3; // that a file's launch may last, unless its clock did not move at all
 
 // From a file, or from the page's data, to a timeline.
 
-/** The timeline in the text of a file that `mega-moe trace --perfetto` wrote. Throws an Error that says what is wrong.
+/** What the text of a file that `mega-moe trace --perfetto` wrote has: facts, the events of tiles at work, when each
+ *  ticket's wait began, and the events that name a lane. All that is ever checked of a file is checked here, so that
+ *  what comes back can be drawn. Throws an Error that names the file and says what is wrong.
  */
-function readTrace(text, file) {
+function checked(text, file) {
+  const refuse = (words) => {
+    throw new Error(`${file}${words}`);
+  };
   const right = "Open what “mega-moe trace --perfetto FILE.json” writes.";
+  const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
+  const isCount = (value) => Number.isSafeInteger(value) && value >= 0;
+  const isText = (value) => typeof value === "string";
   let data;
   try {
     data = JSON.parse(text);
   } catch {
-    throw new Error(`${file} is not JSON. ${right}`);
+    refuse(` is not JSON. ${right}`);
   }
-  if (data && data.kinds && data.shares) {
-    throw new Error(`${file} is the summary that “mega-moe trace --json” prints, without tiles. ${right}`);
+  if (isObject(data) && data.kinds && data.shares) {
+    refuse(` is the summary that “mega-moe trace --json” prints, without tiles. ${right}`);
   }
-  if (!data || !Array.isArray(data.traceEvents)) {
-    throw new Error(`${file} is no trace: it has no traceEvents. ${right}`);
+  if (!isObject(data) || !Array.isArray(data.traceEvents)) refuse(` is no trace: it has no traceEvents. ${right}`);
+  const withArgs = data.traceEvents.filter((event) => isObject(event) && isObject(event.args));
+  const events = withArgs.filter((event) => event.ph === "X" && Number.isInteger(event.args.ticket));
+  const works = events.filter((event) => event.name !== "waiting");
+  if (!works.length) refuse(` is a trace of something else: none of its events is a tile with a ticket. ${right}`);
+
+  const facts = data.otherData === undefined ? {} : data.otherData;
+  if (!isObject(facts)) refuse(`: its otherData must be an object, not ${JSON.stringify(facts)}.`);
+  for (const name of ["direction", "unit", "device", "date"]) {
+    if (name in facts && !isText(facts[name])) refuse(`: ${name} in its otherData must be text.`);
   }
-  const events = data.traceEvents.filter((event) => event && event.ph === "X");
-  const works = events.filter((event) => event.args && Number.isInteger(event.args.ticket) && event.name !== "waiting");
-  if (!works.length) {
-    throw new Error(`${file} is a trace of something else: none of its events is a tile with a ticket. ${right}`);
+  for (const name of [...SIZES, "lanes"]) {
+    if (name in facts && !isCount(facts[name])) refuse(`: ${name} in its otherData must be a whole number from 0 on.`);
   }
-  const taken = new Map(); // ticket -> when its wait began
-  for (const event of events) {
-    if (event.name === "waiting" && event.args) taken.set(event.args.ticket, event.ts);
+
+  const waits = events.filter((event) => event.name === "waiting");
+  const taken = new Map(waits.map((event) => [event.args.ticket, event.ts]));
+  let last = 0;
+  for (const { args, pid, tid, ts, dur } of works) {
+    const { ticket, kind, step } = args, numbers = { tid, pid, ticket };
+    for (const name of ["expert", "block", "row", "rows", "column", "arrivals"]) numbers[name] = args[name];
+    for (const [name, value] of Object.entries(numbers)) {
+      if (!isCount(value)) refuse(`: ${name} of tile ${ticket} is missing, or no whole number from 0 on.`);
+    }
+    if (!isText(kind) || !isText(step)) refuse(`: kind or step of tile ${ticket} is missing.`);
+    if (!(step in TIMELINES.colours) || TIMELINES.step_of_kind[kind] !== step) {
+      refuse(`: tile ${ticket} is of kind “${kind}”, step “${step}”, which this page does not know.`);
+    }
+    const since = taken.has(ticket) ? taken.get(ticket) : ts;
+    if (![since, ts, dur].every(Number.isFinite) || since > ts || dur < 0) {
+      refuse(`: the times of tile ${ticket} are missing, or run backwards.`);
+    }
+    if (since < 0 || ts + dur > LATEST) {
+      refuse(`: tile ${ticket} lasts from ${since} to ${ts + dur}; this page draws times from 0 to ${plain(LATEST)}.`);
+    }
+    last = Math.max(last, ts + dur);
   }
+  if (last > 0 && last < SHORTEST) {
+    refuse(`: its last tile ends at ${last}; this page draws what lasts at least ${plain(SHORTEST, 3)}.`);
+  }
+
+  const numbered = new Set(works.map((event) => event.tid));
+  const named = withArgs.filter((event) => event.name === "thread_name" && numbered.has(event.tid));
+  for (const { tid, args } of named) {
+    if (!isText(args.name)) refuse(`: the name of thread ${tid} must be text.`);
+  }
+  return { facts, works, taken, named };
+}
+
+/** The timeline in the text of a file that `mega-moe trace --perfetto` wrote. Throws what `checked` throws. */
+function readTrace(text, file) {
+  const { facts, works, taken, named } = checked(text, file);
   const numbers = [...new Set(works.map((event) => event.tid))].sort((one, other) => one - other);
   const laneOf = new Map(numbers.map((number, lane) => [number, lane]));
   const names = numbers.map((number) => `program ${number}`);
-  for (const event of data.traceEvents) {
-    const named = event && event.name === "thread_name" && laneOf.has(event.tid) && event.args;
-    if (named) names[laneOf.get(event.tid)] = String(event.args.name);
-  }
+  for (const { tid, args } of named) names[laneOf.get(tid)] = args.name;
 
   const tiles = works.map((event) => {
-    const { kind, step, ticket } = event.args, start = event.ts, end = event.ts + event.dur;
+    const { ticket } = event.args, start = event.ts, end = event.ts + event.dur;
     const times = { taken: taken.has(ticket) ? taken.get(ticket) : start, start, moving: end, end };
-    const tile = { ...event.args, lane: laneOf.get(event.tid), rank: event.pid, ...times };
-    if (!(step in TIMELINES.colours) || TIMELINES.step_of_kind[kind] !== step) {
-      throw new Error(`${file}: tile ${ticket} is of kind “${kind}”, step “${step}”, which this page does not know.`);
-    }
-    if (!(Number.isFinite(tile.end) && tile.taken <= tile.start && tile.start <= tile.end)) {
-      throw new Error(`${file}: the times of tile ${ticket} are missing, or run backwards.`);
-    }
-    return tile;
+    return { ...event.args, lane: laneOf.get(event.tid), rank: event.pid, ...times };
   });
   const lanes = names.map(() => []);
   for (const tile of tiles) lanes[tile.lane].push(tile);
   for (const lane of lanes) lane.sort((one, other) => one.taken - other.taken || one.ticket - other.ticket);
 
-  const facts = data.otherData || {};
-  const sizes = [..."THIEKW"].filter((letter) => letter in facts).map((letter) => `${letter} = ${facts[letter]}`);
-  const day = String(facts.date || "").slice(0, 10);
+  const sizes = SIZES.filter((letter) => letter in facts).map((letter) => `${letter} = ${facts[letter]}`);
+  const day = (facts.date || "").slice(0, 10);
   const total = tiles.reduce((last, tile) => Math.max(last, tile.end), 0);
   return {
     name: `${file}: ${facts.direction || "a launch"}${sizes.length ? `, ${sizes.join(", ")}` : ""}`,
