@@ -15,7 +15,7 @@ Rungs over ranks run three times: without heaps, over heaps of one process (Loca
 which holds a W-th of the experts, has rows coming from everywhere, and reaches the other ranks by their addresses.
 They run in each precision that they have on the target, each precision's forms behind those of the one before. In 8
 bits one launch takes a minute to compile: without the rare ones it is fp8 alone, that makes pre again, on one rank; and
-nothing is compiled in 8 bits from fp32.
+nothing is compiled in 8 bits from fp32, or for sizes that fill no tile.
 
 Matrix instructions must be there where a kernel multiplies (fp32 does without: IEEE fp32 has none on NVIDIA), shared
 memory must fit, ptxas must not have serialised matrix instructions, and nothing may spill but MAY_SPILL and rare forms:
@@ -208,8 +208,10 @@ def forms(target: str, problem: Problem, rare: bool = False) -> list[Form]:
             if precision not in rung.precisions or rung.recipe().why_not(problem.at(precision=precision)):
                 continue
             common = rare or precision == "bf16"
+            if not common and (problem.H % 128 or problem.I % 128):
+                continue
             # One launch of codes takes a minute to compile: its fullest form on one rank stands for the others.
-            fullest = precision == "fp8" and save == "inputs" and problem.H % 128 == problem.I % 128 == 0
+            fullest = precision == "fp8" and save == "inputs"
             over_ranks = rung.over_ranks and common and (rare or save == "inputs")  # the default there
             alone = rung.needs_triton and (common or fullest or rung.name != "mega")
             able = (alone, over_ranks, over_ranks)
@@ -402,7 +404,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     blocks = {name: int(size) for name, size in (pair.split("=") for pair in arguments.blocks.split(",") if pair)}
     jobs = jobs_of(arguments)
-    everywhere = forms("sm_90", PRESETS["tiny"].at(device="meta"))  # which has all precisions
+    # This target has all precisions, and these sizes fill tiles.
+    everywhere = forms("sm_90", PRESETS["qwen3-30b-a3b"].at(device="meta"))
     missing = forgotten([form for _, form in jobs] + everywhere)
     chosen = lambda form: form.over in arguments.over and arguments.kernel in (None, form.kernel.__name__)
     jobs = [(target, form) for target, form in jobs if chosen(form)]
