@@ -6,6 +6,11 @@ writes two files into FOLDER: timeline_data.js, a classic script that docs/js/ti
 `mega-moe trace --perfetto` writes, for a reader who wants to try opening one. mkdocs_hooks.py calls it, in a process of
 its own, since Triton has to be told of its interpreter before it is imported.
 
+    python3 docs/timeline_data.py --keep TRACE.json
+
+keeps of a trace from a GPU, as `mega-moe trace --perfetto` wrote it, what the page draws (one of six programs, and the
+numbers of all), in docs/results/traces/: a whole one is some 20 MB.
+
 A prediction is `mega_moe.predict`'s, tile by tile. Where a launch does nothing but move bytes, the model knows how long
 that takes and not who moves which, so each program gets one bar of that length. What stands in front of the first
 launch drawn (the plan, the tile table, ranks that meet, the host's launches) is what is left of the predicted time.
@@ -232,18 +237,38 @@ def traced() -> Trace:
     return trace(Layer(problem, *random_inputs(problem, "random"), "random"), "forward")
 
 
+TRACES = Path(__file__).resolve().parent / "results" / "traces"
+
+
+def keep(written: dict) -> Path:
+    """Of one launch of rung mega on a GPU, what the page draws, as a file in `TRACES`."""
+    read = Trace.from_perfetto(written)
+    sizes = {letter: read.problem[letter] for letter in "THIEK"}
+    shape = next(name for name, p in PRESETS.items() if sizes == {letter: getattr(p, letter) for letter in "THIEK"})
+    made = f"traced on {read.machine['device']}, {read.machine['date'][:10]}"
+    name = f"mega on one GPU, {read.direction}: traced"
+    moving = [span.end for span in read.spans]
+    drawn = Drawn(name, made, read, moving, [("mega", 0, read.total)])
+    TRACES.mkdir(exist_ok=True)
+    path = TRACES / f"{shape}-{read.direction}.json"
+    path.write_text(json.dumps(drawn.as_json(EVERY, PARTS), separators=(",", ":"), ensure_ascii=False) + "\n")
+    return path
+
+
 # What the page shows.
 
 
 def pairs(recorded: Trace) -> list[dict]:
-    """Timelines in pairs, one above the other, with what they show."""
+    """Timelines in pairs, one above the other, with what they show; behind some of them, what a GPU did."""
     shown = []
     for W, problem in ((NODE, PRESETS[SHAPE].at(save="inputs", device="cpu")), (None, PRESETS[SHAPE].at(device="cpu"))):
         where = f"{W} GPUs" if W else "one GPU"
         rungs = ("ranks", "mega") if W else ("persistent", "mega")
         for direction in DIRECTIONS:
-            both = [predicted(problem, direction, W, rung).as_json(EVERY, PARTS) for rung in rungs]
-            shown.append({"title": f"{SHAPE} on {where}, {direction}", "timelines": both})
+            drawn = [predicted(problem, direction, W, rung).as_json(EVERY, PARTS) for rung in rungs]
+            if W is None:
+                drawn.append(json.loads((TRACES / f"{SHAPE}-{direction}.json").read_text()))
+            shown.append({"title": f"{SHAPE} on {where}, {direction}", "timelines": drawn})
     small = [in_steps(apart).as_json(1, 1) for apart in (True, False)]
     shown.append({"title": "160 tokens on two ranks, small enough to read", "timelines": small})
     moving = [span.end for span in recorded.spans]
@@ -263,4 +288,10 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    match sys.argv[1:]:
+        case ["--keep", written]:
+            print(keep(json.loads(Path(written).read_text())))
+        case [folder]:
+            main(Path(folder))
+        case _:
+            sys.exit(__doc__)

@@ -24,7 +24,7 @@ from .kernels.schedule import Schedule, backward_work, forward_work, plan_and_sc
 from .ladder import ROUNDS, WARM_UP, Layer, cpu_seconds, facts, machine
 from .registry import stage
 from .roofline import DIRECTIONS
-from .schedule import ARRIVALS, BLOCK, COLUMN, COMBINE, EXPERT, KIND, KINDS, RANK, ROW, ROWS, STEP_OF_KIND
+from .schedule import ARRIVALS, COLUMNS, COMBINE, EXPERT, KIND, KINDS, RANK, STEP_OF_KIND
 from .shapes import Need, Problem
 from .stages.s6_mega import LAUNCHES
 from .timeline import Bar, svg
@@ -34,6 +34,9 @@ EXCHANGE = ("dispatch", "combine")
 
 UNITS = {"cuda": "µs", "cpu": "tiles"}
 """What time is counted in: a GPU's clock, or tiles that are done (see kernels/clock.py)."""
+
+OF_MACHINE = ("device", "torch", "triton", "python", "date")
+"""What `mega_moe.ladder.machine` says; whatever else a file tells of a trace is of the problem."""
 
 
 @dataclass(frozen=True)
@@ -210,9 +213,8 @@ class Trace:
             kind, rank = KINDS[tile[KIND]], tile[RANK]
             lanes_of_rank.setdefault(rank, set()).add(span.lane)
             where = {"ph": "X", "pid": rank, "tid": span.lane}
-            names = dict(expert=EXPERT, block=BLOCK, row=ROW, rows=ROWS, column=COLUMN, arrivals=ARRIVALS)
             args = {"kind": kind, "step": STEP_OF_KIND[kind], "ticket": span.tile}
-            args |= {name: tile[column] for name, column in names.items()}
+            args |= zip(COLUMNS[EXPERT:], tile[EXPERT:], strict=True)
             if span.start > span.taken:
                 wait = {"name": "waiting", "cat": "waiting", "ts": span.taken, "dur": span.start - span.taken}
                 events.append(wait | where | {"args": args})
@@ -233,6 +235,26 @@ class Trace:
             | self.problem,
             "traceEvents": named + events,
         }
+
+    @classmethod
+    def from_perfetto(cls, written: dict) -> "Trace":
+        """The trace of which `as_perfetto` made this, but for two things that a file does not say: a tile's end is its
+        start and how long it took, to a rounding; and a lane without tiles has no name."""
+        of_all = dict(written["otherData"])
+        direction, unit, lanes = of_all.pop("direction"), of_all.pop("unit"), [""] * of_all.pop("lanes")
+        machine = {name: of_all.pop(name) for name in OF_MACHINE if name in of_all}
+        table, spans, taken = [], [], {}
+        for event in written["traceEvents"]:
+            name, args = event["name"], event["args"]
+            if name == "thread_name":
+                lanes[event["tid"]] = args["name"]
+            elif name == "waiting":
+                taken[args["ticket"]] = event["ts"]
+            elif event["ph"] == "X":
+                start, ticket = event["ts"], args["ticket"]
+                table.append([KINDS.index(name), event["pid"], *(args[column] for column in COLUMNS[EXPERT:])])
+                spans.append(Span(event["tid"], ticket, taken.get(ticket, start), start, start + event["dur"]))
+        return cls(machine, of_all, direction, unit, table, lanes, spans)
 
     def as_svg(self) -> str:
         """The timeline as the text of an SVG file: a lane a program."""

@@ -274,6 +274,19 @@ def test_perfetto_finds_what_its_format_demands(made):
     assert len(bars) - len(work) == len(waits)
 
 
+@pytest.mark.parametrize("made", [hand_made, lambda: trace(layer_to_trace(), "backward")], ids=["by hand", "backward"])
+def test_a_written_trace_can_be_read_again(made):
+    traced = made()
+    again = Trace.from_perfetto(json.loads(json.dumps(traced.as_perfetto())))
+    facts = lambda of: (of.machine, of.problem, of.direction, of.unit, of.table)
+    assert facts(again) == facts(traced)
+    busy = {span.lane for span in traced.spans}
+    assert again.lanes == [name if lane in busy else "" for lane, name in enumerate(traced.lanes)]
+    for written, span in zip(again.spans, traced.spans, strict=True):
+        assert replace(written, end=span.end) == span and written.end == pytest.approx(span.end)
+    assert again.as_text() == traced.as_text()
+
+
 @pytest.mark.parametrize("made", [hand_made, lambda: trace(layer_to_trace(), "forward")], ids=["by hand", "forward"])
 def test_the_timeline_has_a_bar_for_every_tile_and_a_lane_for_every_program(made):
     traced = made()
