@@ -49,6 +49,8 @@ TIMEOUT_S = 60
 MESSAGE_BYTES = (PAGE_WORDS - MESSAGE) * 8
 LOOK_S = 0.002  # between looks into the store
 ELSEWHERE = 'use heap="all_to_all" with stage="ranks", which needs no memory in common'
+SHARED_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+"""Torch's variable in the environment: "1" lets several ranks have their memory on one GPU."""
 
 
 # What ranks say to each other on the host.
@@ -239,7 +241,12 @@ class GpuMemory:
             raise ValueError(f"SymmetricHeaps are for CUDA tensors, not for {device}: use ShmHeaps(group, max_tokens)")
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         self.own = _SymmetricMemory.empty_strided_p2p((layout.bytes,), (1,), torch.uint8, device)
-        return self.own, dict(host=socket.gethostname(), gpu=gpu_of(device), out_of_reach=out_of_reach(device))
+        return self.own, dict(
+            host=socket.gethostname(),
+            gpu=gpu_of(device),
+            out_of_reach=out_of_reach(device),
+            may_share=os.environ.get(SHARED_GPU) == "1",
+        )
 
     def reach(self, told: list[dict], rank: int, group_name: str) -> None:
         refuse_unreachable(told)
@@ -266,7 +273,7 @@ def out_of_reach(device: torch.device) -> list[str]:
 
 
 def refuse_unreachable(told: list[dict]) -> None:
-    """Raise RuntimeError where GPUs are known not to reach each other, for each rank's host, gpu and out_of_reach."""
+    """Raise RuntimeError where torch would not join the memory of all ranks: of each what `GpuMemory.make` tells."""
     hosts = sorted({of_rank["host"] for of_rank in told})
     if len(hosts) > 1:
         raise RuntimeError(f"the ranks of this group are on several hosts ({', '.join(hosts)}): {ELSEWHERE}")
@@ -274,6 +281,16 @@ def refuse_unreachable(told: list[dict]) -> None:
         for peer, of_peer in enumerate(told):
             if of_peer["gpu"] in of_rank["out_of_reach"]:
                 raise RuntimeError(f"the GPU of rank {rank} cannot reach that of rank {peer}: {ELSEWHERE}")
+    ranks_on: dict[str, list[int]] = {}
+    for rank, of_rank in enumerate(told):
+        ranks_on.setdefault(of_rank["gpu"], []).append(rank)
+    for several in ranks_on.values():
+        if len(several) > 1 and not all(told[rank]["may_share"] for rank in several):
+            raise RuntimeError(
+                f"ranks {', '.join(map(str, several))} are on one GPU: give each its own, with "
+                'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before anything else; or, to see whether a '
+                f"program is right and not how fast, set {SHARED_GPU}=1 in the environment of all ranks"
+            )
 
 
 # Heaps.
@@ -411,7 +428,7 @@ class SymmetricHeaps(ProcessHeaps):
 
     NVLink multicast is not used. Since torch sets it up wherever it finds it, TORCH_SYMM_MEM_DISABLE_MULTICAST=1 is put
     into this process's environment when memory is first taken, unless the variable is set. Several ranks on one GPU,
-    which is for tests, need TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 there.
+    which is for tests, need TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 there; RuntimeError without it.
     """
 
     common = GpuMemory

@@ -12,14 +12,15 @@ import torch
 import torch.distributed as dist
 
 from ..ladder import machine
+from ..processes import SHARED_GPU
 from ..shapes import PRESETS, Problem
 from . import right, times
 from .parts import Check, Node
 from .where import where
 
 SECONDS = 540  # for everything: below the ten minutes that many queues give a short job
-ALIKE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's, for several ranks on one GPU
 PARTS = ("parity", "stress", "graph", "groups", "failing", "times", "trace", "predicted")
+RANKS_FOR = dict(groups=4, failing=2)  # where one is not enough
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     W = int(os.environ["WORLD_SIZE"])
     try:
         shapes = shapes_of(arguments.shape, W)
+        wanted = wanted_of(arguments.part, W, torch.cuda.is_available())
         device, collectives = device_of(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     except ValueError as error:
         print(error, file=sys.stderr)
@@ -44,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     node = Node(dist.get_rank(), W, device, hosts, collectives)
     about = dict(machine=machine(device.type), ranks=W, shapes={n: sizes(p) for n, p in shapes.items()})
     check = Check(node, arguments.seconds, arguments.json, about)
-    run(check, shapes, arguments.quick, set(arguments.part or PARTS))
+    run(check, shapes, arguments.quick, wanted)
     if node.rank == 0:
         failed = [part.name for part in check.parts if not part.passed]
         print(f"FAILED: {', '.join(failed)}" if failed else f"passed: all {len(check.parts)} parts", flush=True)
@@ -59,16 +61,18 @@ def run(check: Check, shapes: dict[str, Problem], quick: bool, wanted: set[str])
     node = check.node
     first = check.part("machine", 120, partial(where, node))
     can_heap, rate = first.facts.get("heaps") == "made", first.facts.get("bytes_per_s")
+    if not can_heap and not node.collectives:
+        return  # rows can travel in no way, and the first part has failed
     calls = (100 if quick else 1000) if node.on_gpu else (1 if quick else 4)
     if "parity" in wanted:
         check.part("parity", 300, lambda group: right.parity(node, group, shapes, can_heap, quick))
     if "stress" in wanted and can_heap:
         check.part("stress", 120, lambda group: right.stress(node, group, calls))
-    if "graph" in wanted and can_heap and node.on_gpu:
+    if "graph" in wanted and can_heap:
         check.part("graph", 60, lambda group: right.graph(node, group))
-    if "groups" in wanted and can_heap and node.W >= 4:
+    if "groups" in wanted and can_heap:
         check.part("groups", 120, lambda group: right.groups(node, group))
-    if "failing" in wanted and can_heap and node.W >= 2:
+    if "failing" in wanted and can_heap:
         check.part("failing", 120, lambda group: right.failing(node, group))
     measured, how = {}, times.turns(node.on_gpu, quick)
     for name, problem in shapes.items() if "times" in wanted else ():
@@ -120,6 +124,23 @@ def shapes_of(asked: list[str] | None, W: int) -> dict[str, Problem]:
     return shapes
 
 
+def why_not(part: str, W: int, on_gpu: bool) -> str | None:
+    """Why a part cannot run over W ranks; None if it can."""
+    if part in RANKS_FOR and W < RANKS_FOR[part]:
+        return f"it needs --nproc-per-node={RANKS_FOR[part]} or more, not {W}"
+    if part == "graph" and not on_gpu:
+        return "it captures a CUDA graph, and there is no GPU"
+    return None
+
+
+def wanted_of(asked: list[str] | None, W: int, on_gpu: bool) -> set[str]:
+    """The parts to run: those asked for, or all that can. Raises ValueError for one that is asked for and cannot."""
+    for part in asked or ():
+        if reason := why_not(part, W, on_gpu):
+            raise ValueError(f"--part {part}: {reason}")
+    return set(asked or (part for part in PARTS if not why_not(part, W, on_gpu)))
+
+
 def sizes(problem: Problem) -> dict[str, int]:
     """T, H, I, E and K."""
     return {letter: getattr(problem, letter) for letter in "THIEK"}
@@ -135,10 +156,11 @@ def device_of(local_rank: int, ranks_here: int) -> tuple[torch.device, bool]:
         torch.set_num_threads(1)
         return torch.device("cpu"), True
     GPUs = torch.cuda.device_count()
-    if ranks_here > GPUs and os.environ.get(ALIKE) != "1":
+    if ranks_here > GPUs and os.environ.get(SHARED_GPU) != "1":
         raise ValueError(
             f"{ranks_here} processes and {GPUs} GPUs here: give --nproc-per-node={GPUs}; or, to see whether it is "
-            f"right and not how fast, {ALIKE}=1 in the environment"
+            f"right and not how fast, set {SHARED_GPU}=1 in the environment: ranks then take turns on a GPU, and meet "
+            'in heaps alone, for NCCL takes one rank a GPU. CUDA_VISIBLE_DEVICES="" checks on CPUs'
         )
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # each rank would start dozens of processes
     device = torch.device("cuda", local_rank % GPUs)

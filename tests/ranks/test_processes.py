@@ -362,8 +362,8 @@ def test_a_rank_can_refuse_where_a_group_has_no_heaps_yet(tmp_path):
 # GPUs.
 
 
-def told(host: str = "a", gpu: str = "0", out_of_reach: tuple = ()) -> dict:
-    return dict(host=host, gpu=gpu, out_of_reach=out_of_reach)
+def told(host: str = "a", gpu: str = "0", out_of_reach: tuple = (), may_share: bool = False) -> dict:
+    return dict(host=host, gpu=gpu, out_of_reach=out_of_reach, may_share=may_share)
 
 
 def test_gpus_that_cannot_reach_each_other_are_refused():
@@ -372,6 +372,14 @@ def test_gpus_that_cannot_reach_each_other_are_refused():
     assert "several hosts (a, b)" in several_hosts and 'heap="all_to_all"' in several_hosts
     no_access = what(processes.refuse_unreachable, [told(gpu="0"), told(gpu="1", out_of_reach=["0"])])
     assert "rank 1 cannot reach that of rank 0" in no_access and 'heap="all_to_all"' in no_access
+
+
+def test_ranks_on_one_gpu_are_told_what_to_do():
+    """Who forgets to choose a GPU has all ranks on the first. The variable must be set in all of them."""
+    processes.refuse_unreachable([told(may_share=True), told(may_share=True)])
+    for one, other in ((False, False), (True, False)):
+        said = what(processes.refuse_unreachable, [told("a", "1"), told(may_share=one), told(may_share=other)])
+        assert "ranks 1, 2 are on one GPU" in said and f"{processes.SHARED_GPU}=1" in said and "set_device" in said
 
 
 on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="torch's symmetric memory takes CUDA tensors alone")
@@ -418,7 +426,7 @@ def reach_on_gpu(rank: int, W: int, folder: str) -> None:
 @pytest.mark.parametrize("W", [1, 2])
 def test_symmetric_heaps_on_one_gpu(W, tmp_path, monkeypatch):
     """Made, reached, refused and given back, through a real process group."""
-    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    monkeypatch.setenv(processes.SHARED_GPU, "1")
     context = multiprocessing.get_context("spawn")  # a fork cannot use a GPU that its parent has used
     ranks = [context.Process(target=reach_on_gpu, args=(rank, W, str(tmp_path))) for rank in range(W)]
     for each in ranks:

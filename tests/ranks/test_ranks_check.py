@@ -14,8 +14,9 @@ from cases import on_cpu
 from forked import no_fork_warning, on_ranks
 
 from mega_moe.parity import OUTPUTS
+from mega_moe.processes import SHARED_GPU
 from mega_moe.ranks_check import layers, right
-from mega_moe.ranks_check.__main__ import main, shapes_of
+from mega_moe.ranks_check.__main__ import PARTS, device_of, main, shapes_of, wanted_of
 from mega_moe.ranks_check.layers import Judge, Whole, by_one_process, draw, which_differ
 from mega_moe.ranks_check.parts import Check, Node
 from mega_moe.ranks_check.times import ALONE, OTHERS, exchange, medians
@@ -228,3 +229,24 @@ def test_shapes_that_cannot_be_shared_are_refused(shape):
 def test_without_torchrun_it_says_how_to_start_it(monkeypatch, capsys):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     assert main([]) == 2 and "torchrun" in capsys.readouterr().err
+
+
+def test_a_part_that_cannot_run_is_refused_where_it_was_asked_for():
+    """What runs nothing must not pass. Unasked, a part that cannot run is left out."""
+    for part, W, on_gpu, reason in (
+        ("failing", 1, True, "--part failing: it needs --nproc-per-node=2"),
+        ("groups", 3, True, "--part groups: it needs --nproc-per-node=4"),
+        ("graph", 2, False, "--part graph: it captures a CUDA graph"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            wanted_of(["parity", part], W, on_gpu)
+        assert part not in wanted_of(None, W, on_gpu)
+    assert wanted_of(["failing"], 2, False) == {"failing"} and wanted_of(None, 4, True) == set(PARTS)
+
+
+def test_more_ranks_than_gpus_are_told_what_works_there(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv(SHARED_GPU, raising=False)
+    with pytest.raises(ValueError, match=f"4 processes and 2 GPUs here: give --nproc-per-node=2; .* {SHARED_GPU}=1"):
+        device_of(0, 4)
