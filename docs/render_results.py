@@ -115,10 +115,12 @@ def record(*benchmarks: dict) -> dict:
 
 
 def save(record: dict, folder: Path) -> Path:
-    """Write the record, one line a row. Raises ValueError for a CPU's: interpreted times are no results."""
+    """Write the record, one line a row. Raises ValueError for a CPU's, since interpreted times are no results, and for
+    one that no page can show."""
     machine = record["machine"]
     if is_cpu(record):
         raise ValueError(f"{machine['device']}: only a GPU's times are results")
+    refuse_what_cannot_be_shown(record, tables, summary)
     lines = [f'"{key}": {json.dumps(record[key])}' for key in ("machine", "method", "problems")]
     lines.append('"rows": [\n' + ",\n".join(json.dumps(row) for row in record["rows"]) + "\n]")
     folder.mkdir(exist_ok=True)
@@ -129,7 +131,8 @@ def save(record: dict, folder: Path) -> Path:
 
 def save_ranks(*reports: dict, folder: Path) -> Path:
     """Write a report of ranks_check, or several of one node, as one record: each part as the last of them that passed
-    it says. Raises ValueError where a part has not passed, for a CPU's, and where they are not of one node."""
+    it says. Raises ValueError where a part has not passed, for a CPU's, where they are not of one node, and where the
+    page cannot show them."""
     if not all("parts" in report for report in reports):
         raise ValueError("give reports of ranks_check apart from those of the benchmarks")
     kept = {part["name"]: part for report in reports for part in report["parts"] if part["passed"]}
@@ -146,10 +149,21 @@ def save_ranks(*reports: dict, folder: Path) -> Path:
     whole = {"machine": machine, "ranks": reports[0]["ranks"], "parts": list(kept.values())}
     if is_cpu(whole):
         raise ValueError(f"{machine['device']}: only a GPU's times are results")
+    refuse_what_cannot_be_shown(whole, over_gpus)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{machine['date']}-{whole['ranks']}-x-{_file_name(machine['device'])}.json"
     path.write_text(json.dumps(whole, indent=1) + "\n")
     return path
+
+
+def refuse_what_cannot_be_shown(record: dict, *shows: Callable[[dict], str]) -> None:
+    """Raise ValueError, before it is saved, for a record in which something is missing: it would stand in the way of
+    every page to come."""
+    for show in shows:
+        try:
+            show(record)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"not saved, since no page can show it ({type(error).__name__}: {error})") from error
 
 
 def _file_name(device: str) -> str:

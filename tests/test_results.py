@@ -666,6 +666,23 @@ def test_the_newest_record_of_each_number_of_gpus_is_shown(tmp_path):
 def test_what_is_no_result_over_ranks_is_refused(tmp_path, reports, reason):
     with pytest.raises(ValueError, match=reason):
         render_results.save_ranks(*reports, folder=tmp_path)
+    assert not list(tmp_path.glob("*.json"))
+
+
+def test_what_cannot_be_shown_is_not_saved(tmp_path):
+    """A record that was put together by hand, say: in its place it would break every page to come."""
+    bad = over_two_gpus("machine", "times qwen3-30b-a3b")
+    del bad["parts"][1]["facts"]["rows"][2]["spread"]
+    with pytest.raises(ValueError, match=r"no page can show it .KeyError: 'spread'"):
+        render_results.save_ranks(bad, folder=tmp_path)
+    of_one_gpu = render_results.record(benchmarks())
+    del of_one_gpu["rows"][0]["ms"]["q1"]
+    with pytest.raises(ValueError, match=r"no page can show it .KeyError: 'q1'"):
+        render_results.save(of_one_gpu, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_part_that_has_not_passed_is_no_result(tmp_path):
     failed = over_two_gpus("machine", "stress")
     failed["parts"][1]["passed"] = False
     with pytest.raises(ValueError, match="parts have not passed: stress"):
