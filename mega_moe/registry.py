@@ -39,14 +39,20 @@ class Rung:
         if problem.num_reserved_sms and not self.resident:
             able = " or ".join(f'"{rung.name}"' for rung in LADDER if rung.resident)
             return f'stage "{self.name}" starts a program for each tile and reserves no processors: use stage={able}.'
-        if problem.precision not in self.precisions:
-            here = [rung for rung in LADDER if rung.over_ranks or not problem.heap]
-            able = " or ".join(f'"{rung.name}"' for rung in here if problem.precision in rung.precisions)
-            way = f"use stage={able}, or another precision" if able else 'use precision="bf16", or one rank'
-            return f'stage "{self.name}" has no products in {problem.precision}: {way}.'
+        if reason := self.why_not_in(problem.precision, over_ranks=problem.heap > 0):
+            return reason
         if self.needs_triton and (reason := triton_is_missing(self.name, problem)):
             return reason
         return self.recipe().why_not(problem)
+
+    def why_not_in(self, precision: str, over_ranks: bool) -> str | None:
+        """The same of products in a precision, whatever the problem and wherever it runs."""
+        if precision in self.precisions:
+            return None
+        here = [rung for rung in LADDER if rung.over_ranks or not over_ranks]
+        able = " or ".join(f'"{rung.name}"' for rung in here if precision in rung.precisions)
+        way = f"use stage={able}, or another precision" if able else 'use precision="bf16", or one rank'
+        return f'stage "{self.name}" has no products in {precision}: {way}.'
 
     def note(self, problem: Problem) -> str | None:
         """What runs here, but slower than it should; None if nothing does. Only for a rung that can run."""
