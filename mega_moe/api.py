@@ -87,7 +87,8 @@ def moe(
         RuntimeError: the stage cannot run here (the message is its why_not), an input has a forward-mode tangent, or a
             call over these heaps has failed before: a rank died, raised, made other calls, or would have received more
             rows than it has room for; what a failed call computes is NaN. By all_to_all: a rank raised this about its
-            arguments, or came in another direction or with another layer; all ranks raise, before rows travel.
+            arguments, or came in another direction, back through another call, or with another layer; all ranks raise,
+            before rows travel.
     """
     with peers_are_told(group, heap, w_down.device):
         if group is not None or isinstance(heap, Heaps):

@@ -54,8 +54,9 @@ def _(x, topk_ids, topk_weights, w_gate_up, w_down, _stage, limit, save, precisi
     inputs = Inputs(x, topk_ids, topk_weights, w_gate_up, w_down)
     problem = problem_of(inputs, limit, save, precision, reserved, heap, tokens_per_rank)
     plan = [x.new_empty(shape, dtype=torch.int32) for shape in problem.plan_shapes()]
+    call = [x.new_empty(1, dtype=torch.int32)] if heap else []
     pre = [x.new_empty(problem.R, 2, problem.I)] if save == "pre" else []
-    return torch.empty_like(x, memory_format=torch.contiguous_format), plan + pre
+    return torch.empty_like(x, memory_format=torch.contiguous_format), plan + call + pre
 
 
 @torch.library.custom_op("mega_moe::backward", mutates_args=())
@@ -80,7 +81,7 @@ def backward(
     inputs = Inputs(x, topk_ids, topk_weights, w_gate_up, w_down)
     problem = problem_of(inputs, swiglu_limit, save, precision, num_reserved_sms, heap, tokens_per_rank)
     with ready(x, heap):
-        grads = rung_of(stage).backward(problem, inputs, Saved.of(saved), dy, to_compute(problem, need))
+        grads = rung_of(stage).backward(problem, inputs, Saved.of(saved, problem), dy, to_compute(problem, need))
     return [grad for grad, needed in zip(vars(grads).values(), need, strict=True) if needed]
 
 

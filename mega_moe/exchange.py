@@ -5,10 +5,11 @@ collective goes further: all_to_all sends a block of rows from every rank to eve
 It is also what a layer without fusion pays, so it is what heaps are measured against. Its price is that blocks must be
 known before they travel: ranks tell each other how many rows they send, and the host waits to read it.
 
-With these counts goes a *header*, which says in what call a rank comes. Whoever reads that another came in another one,
-or was called with wrong arguments, raises before any row travels; all read the same, so all raise, and the group goes
-on with the next call. For this the first thing that ranks exchange must have one size, whatever each of them came for:
-the header and as many counts as any layer of this group has needed so far.
+With these counts goes a *header*, which says what a rank comes for: with which layer, and forward, or back through
+which call. Whoever reads that another came for something else, or was called with wrong arguments, raises before any
+row travels; all read the same, so all raise, and the group goes on with the next call. For this the first thing that
+ranks exchange must have one size, whatever each of them came for: the header and as many counts as any layer of this
+group has needed so far.
 
 A rank plans its own tokens over the experts of all ranks (kernels/plan.py). In the order of that plan the rows for one
 rank's experts stand side by side: they are the block. Blocks arrive ordered by home rank, then expert, and are turned
@@ -17,6 +18,7 @@ held all tokens would have them, and every sum over rows is the same to the bit.
 """
 
 from dataclasses import dataclass
+from struct import pack, unpack
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -24,10 +26,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .shapes import Plan
-from .symmetric import BACKWARD, FORWARD, MOST_TOKENS, Heaps
+from .shapes import PRECISIONS, Plan
+from .symmetric import FORWARD, MOST_TOKENS, Heaps, way
 
-REFUSED = 0  # in the place of a direction
+REFUSED = -1  # in the place of FORWARD, or the number of a call
 DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)  # by the number that stands for them in a header
 MESSAGE_BYTES = 1024
 
@@ -37,39 +39,48 @@ class Call:
     """What all ranks must have in common that come to an exchange. What is 0 or None is not said.
 
     Attributes:
-        direction: FORWARD or BACKWARD.
         E: experts, of all ranks.
         H: hidden size.
+        I: intermediate size.
         K: routes per token.
         dtype: of the rows.
         weights_dtype: of topk_weights.
+        swiglu_limit: the clamp before SwiGLU.
+        precision: of products.
+        of_call: FORWARD, or the number of the forward that ranks go back through.
     """
 
-    direction: int
     E: int
     H: int = 0
+    I: int = 0
     K: int = 0
     dtype: torch.dtype | None = None
     weights_dtype: torch.dtype | None = None
+    swiglu_limit: float | None = None
+    precision: str = PRECISIONS[0]
+    of_call: int = FORWARD
 
     def header(self) -> list[int]:
-        """As numbers, which a collective carries. The first is not REFUSED."""
-        sizes = [self.direction, self.E, self.H, self.K]
-        return [*sizes, *(DTYPES.index(dtype) for dtype in (self.dtype, self.weights_dtype))]
+        """As numbers of 32 bits, which a collective carries. The first is of_call, which is not REFUSED."""
+        limit = 0.0 if self.swiglu_limit is None else self.swiglu_limit  # a limit is positive
+        dtypes = (DTYPES.index(dtype) for dtype in (self.dtype, self.weights_dtype))
+        of_limit, precision = unpack("i", pack("f", limit))[0], PRECISIONS.index(self.precision)
+        return [self.of_call, self.E, self.H, self.I, self.K, *dtypes, of_limit, precision]
 
     @classmethod
     def of(cls, header: list[int]) -> "Call":
         """The inverse of `header`."""
-        *sizes, dtype, weights_dtype = header
-        return cls(*sizes, DTYPES[dtype], DTYPES[weights_dtype])
+        of_call, *sizes, dtype, weights_dtype, limit, precision = header
+        limit = unpack("f", pack("i", limit))[0] or None
+        return cls(*sizes, DTYPES[dtype], DTYPES[weights_dtype], limit, PRECISIONS[precision], of_call)
 
     def words(self) -> list[str]:
         """How a rank came, fact by fact."""
-        direction, *facts = vars(self).items()
-        return [{FORWARD: "forward", BACKWARD: "backward"}[direction[1]], *(f"with {n} = {fact}" for n, fact in facts)]
+        *facts, (_, of_call) = vars(self).items()
+        return [f"for {way(of_call)}", *(f"with {name} = {fact}" for name, fact in facts)]
 
 
-HEADER = len(Call(FORWARD, 0).header())  # numbers
+HEADER = len(Call(E=0).header())  # numbers
 
 
 class AllToAll(Heaps):
@@ -79,13 +90,14 @@ class AllToAll(Heaps):
         device: where the tensors of its calls are.
         room: for counts beside a header, of rows for the experts of a rank. It grows when all ranks have come with a
             layer of more experts, and so is the same on all of them.
+        calls: how many forwards have met. It counts where all ranks have met, and so is the same on all of them.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device):
         W = dist.get_world_size(group)
         super().__init__(W, dist.get_rank(group), 1, max_tokens=MOST_TOKENS // W, timeout_s=0)
         self._group = ref(group)  # whoever made it keeps it
-        self.device, self.room = device, 0
+        self.device, self.room, self.calls = device, 0, 0
 
     @property
     def group(self) -> ProcessGroup:
@@ -99,9 +111,11 @@ class AllToAll(Heaps):
         """There is no limit to the rows of a rank: they are counted before they travel."""
         return dict(ranks=self.ranks, max_rows=0)
 
-    def exchange(self, header: list[int], counts: Tensor) -> tuple[list[list[int]], Tensor]:
+    def exchange(
+        self, header: list[int], counts: Tensor, of_call: Tensor | None = None
+    ) -> tuple[list[list[int]], Tensor]:
         """Send each rank the header, and of counts (W, up to room) its own row. Collective, the same size on
-        all ranks at all times. Waits for the device, once.
+        all ranks at all times. Waits for the device, once. of_call: (1,) int32, for the header's first number.
 
         Returns for each rank its header, how many rows go there and how many come from there; and the counts that have
         arrived, shaped as those that went. Unless all headers are alike, only they mean anything.
@@ -111,6 +125,8 @@ class AllToAll(Heaps):
         # From pinned memory a copy does not wait for the device.
         own = torch.tensor(header, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         numbers[:, :HEADER] = own.to(self.device, non_blocking=True)
+        if of_call is not None:
+            numbers[:, :1] = of_call
         numbers[:, columns] = counts
         arrived = torch.empty_like(numbers)
         dist.all_to_all_single(arrived, numbers, group=self.group)
@@ -126,19 +142,19 @@ class AllToAll(Heaps):
         dist.all_to_all_single(heard, said, group=self.group)
         return [bytes(text).partition(b"\0")[0].decode(errors="ignore") for text in heard.tolist()]
 
-    def meet(self, call: Call, counts: Tensor) -> tuple[list[int], list[int], Tensor]:
+    def meet(self, call: Call, counts: Tensor, of_call: Tensor | None) -> tuple[list[int], list[int], Tensor]:
         """As `exchange`, between ranks that come in the same call: how many rows go to each rank, how many come from
         each, and the counts that have arrived. Raises RuntimeError, on all ranks, where they do not."""
-        header = call.header()
-        told, counts_here = self.exchange(header, counts)
-        if any(of_rank[:HEADER] != header for of_rank in told):
-            self.raise_difference([of_rank[:HEADER] for of_rank in told])
+        told, counts_here = self.exchange(call.header(), counts, of_call)
+        headers = [of_rank[:HEADER] for of_rank in told]
+        if any(header != headers[0] for header in headers):
+            self.raise_difference(headers)
         *_, sent, received = zip(*told, strict=True)
         return list(sent), list(received), counts_here
 
     def raise_difference(self, headers: list[list[int]]) -> None:
         """Raise RuntimeError: what ranks say that refuse; without any, how ranks differ. Collective."""
-        if refused := [rank for rank, (direction, *_) in enumerate(headers) if direction == REFUSED]:
+        if refused := [rank for rank, (of_call, *_) in enumerate(headers) if of_call == REFUSED]:
             messages = self.messages("")
             raise RuntimeError("; ".join(f"rank {rank}: {messages[rank]}" for rank in refused))
         raise RuntimeError(difference([Call.of(header) for header in headers]))
@@ -167,7 +183,8 @@ def all_to_all(group: ProcessGroup, device: torch.device) -> AllToAll:
 def difference(calls: list[Call]) -> str:
     """How the calls differ in which ranks have come.
 
-    Example: forward on ranks 0 and 2, backward on rank 1 -> "rank 1 came backward where rank 0, 2 came forward: ..."
+    Example: forward on ranks 0 and 2, backward of call 3 on rank 1 ->
+        "rank 1 came for backward of call 3 where rank 0, 2 came for forward: all ranks must make the same calls ..."
     """
     ranks_with: dict[Call, list[str]] = {}
     for rank, call in enumerate(calls):
@@ -194,6 +211,7 @@ class Exchange:
         received: how many come from each rank, W numbers.
         row_start: (L+1,) int32; the received rows of this rank's expert e are `row_start[e] : row_start[e+1]`.
         arrival_of_row: (R,) int64; as which of all that arrived here, home after home, row r came.
+        of_call: (1,) int32, which call of the group forward was.
     """
 
     group: ProcessGroup
@@ -201,6 +219,7 @@ class Exchange:
     received: list[int]
     row_start: Tensor
     arrival_of_row: Tensor
+    of_call: Tensor
 
     def dispatch(self, rows: Tensor) -> Tensor:
         """Send rows (sum(sent), ...) to the ranks of their experts: (R, ...), the rows of the experts here.
@@ -219,26 +238,30 @@ class Exchange:
         return returned
 
 
-def agree(plan: Plan, group: ProcessGroup, call: Call | None = None) -> Exchange:
+def agree(plan: Plan, group: ProcessGroup, call: Call | None = None, of_call: Tensor | None = None) -> Exchange:
     """Tell each rank of the group how many rows its experts get from here, and hear the same from all.
 
-    plan: that of this rank's own tokens over the E experts of all W ranks, of which rank r owns r*L .. r*L+L-1 where
-    L = E / W. Ranks may have any number of tokens, also none, but call this alike: it is collective. call: what they
-    must come with beside E; None: nothing. It waits for the device, to read the headers and 2W numbers on the host, so
-    no graph can capture it; where L is larger than in any call of this group before, twice.
+    plan: that of this rank's own tokens over the E experts of all W ranks, of which rank r owns r*L .. r*L+L-1 where L
+    = E / W. Ranks may have any number of tokens, also none, but call this alike: it is collective. call: what they must
+    come with beside E; None: nothing. of_call: backward's is that of its forward's Exchange. It waits for the device,
+    to read the headers and 2W numbers on the host, so no graph can capture it; where L is larger than in any call of
+    this group before, twice.
 
     Raises RuntimeError on all ranks, and leaves the group as it was, where ranks have come in different calls, or one
     has refused its arguments (see `mega_moe.moe`).
     """
     E, peers = len(plan.row_start) - 1, all_to_all(group, plan.row_start.device)
-    call = call or Call(FORWARD, E)
+    call = call or Call(E)
     counts = plan.row_start.diff().view(peers.ranks, E // peers.ranks)  # of this rank's rows, for each rank and expert
     L = counts.shape[1]
     if L > peers.room:
-        peers.meet(call, counts[:, :0])  # to make room together, all must have come with this L
+        peers.meet(call, counts[:, :0], of_call)  # to make room together, all must have come with this L
         peers.room = L
-    sent, received, counts_here = peers.meet(call, counts)  # counts_here: from each rank, for each expert here
-    return Exchange(group, sent, received, *by_expert(counts_here, sum(received)))
+    sent, received, counts_here = peers.meet(call, counts, of_call)  # counts_here: from each rank, for each expert
+    if of_call is None:
+        peers.calls += 1
+        of_call = plan.row_start.new_full((1,), peers.calls)
+    return Exchange(group, sent, received, *by_expert(counts_here, sum(received)), of_call)
 
 
 def by_expert(counts: Tensor, R: int) -> tuple[Tensor, Tensor]:

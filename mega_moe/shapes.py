@@ -162,20 +162,24 @@ class Saved(NamedTuple):
     Attributes:
         plan: where every route goes.
         pre: (R, 2, I), in x's dtype; rows of masked routes are never written. None where `Problem.save` is "inputs".
+        call: (1,) int32, over ranks: which call of theirs forward was, so that ranks which do not go back through the
+            same one find out. None on one rank.
     """
 
     plan: Plan
     pre: Tensor | None
+    call: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
-        """As a flat list of the plan's four tensors and pre, if it was kept: so torch's custom operators return it."""
-        return [*self.plan] if self.pre is None else [*self.plan, self.pre]
+        """As a flat list, without what is None: so torch's custom operators return it."""
+        return [*self.plan, *(t for t in (self.call, self.pre) if t is not None)]
 
     @classmethod
-    def of(cls, tensors: list[Tensor]) -> "Saved":
+    def of(cls, tensors: list[Tensor], problem: Problem) -> "Saved":
         """The inverse of `tensors`."""
-        plan, pre = tensors[:4], tensors[4:]
-        return cls(Plan(*plan), pre[0] if pre else None)
+        plan, rest = tensors[:4], iter(tensors[4:])
+        call = next(rest) if problem.heap else None
+        return cls(Plan(*plan), next(rest, None), call)
 
 
 @dataclass(frozen=True)

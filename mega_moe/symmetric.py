@@ -73,7 +73,8 @@ class Layout:
         call: (1,), how many times this rank has met the others.
         flags: (W,), how often each rank has arrived here.
         rows_arrived: (1,), rows that have arrived in the slots in this call.
-        direction: (2,), of the call: FORWARD or BACKWARD.
+        came_for: (2, 2), what this rank comes for: FORWARD, or the number of the forward that it goes back through; and
+            a number that stands for what no layout says of the layer.
         page: (64,) int64, the error page; see PAGE.
         row_start, token_of_row, slot_of_row: (2, ...), the plan of the rank's own tokens over the experts of all ranks.
         x, dy: (2, max_tokens, H).   topk_weights: (2, max_tokens, K).
@@ -85,7 +86,7 @@ class Layout:
             call=((1,), i32),
             flags=((self.W,), i32),
             rows_arrived=((1,), i32),
-            direction=((2,), i32),
+            came_for=((2, 2), i32),
             page=((PAGE_WORDS,), torch.int64),
             row_start=((2, self.E + 1), i32),
             token_of_row=((2, T * self.K), i32),
@@ -127,6 +128,8 @@ class Memory:
         own: (ranks here,) int64, the same of the ranks of this process.
         token_start: (ranks here + 1,) int32, where each rank's tokens begin among those of this process, on the device.
         first: the first rank of this process.
+        of_call: (1,) int32, which call of these heaps forward was; backward brings that of its forward. None where
+            heaps last for one call.
     """
 
     layout: Layout
@@ -135,6 +138,7 @@ class Memory:
     own: Tensor
     token_start: Tensor
     first: int = 0
+    of_call: Tensor | None = None
 
     def view(self, rank: int, name: str) -> Tensor:
         """A tensor of this name of one of the ranks here."""
@@ -154,13 +158,13 @@ PAGE_WORDS = 64
 STATE, RANK, CALL, SHOWN, EXPECTED, WAITED_FOR, CLAIMED, OWNER, LIMIT, MIRROR = range(10)
 MESSAGE = 16
 """Words of an error page. STATE: what happened, one of the words below, 0 for nothing. RANK: who writes it. CALL: its
-call. WAITED_FOR: the rank that did not arrive, or -1: rows. EXPECTED, SHOWN: how many arrivals, or rows; or the
-directions of two ranks. CLAIMED: who may write all this, the first to count here. OWNER: whose page this is. LIMIT: how
+call. WAITED_FOR: the rank that did not arrive, or -1: rows. EXPECTED, SHOWN: how many arrivals, or rows; or what two
+ranks came for. CLAIMED: who may write all this, the first to count here. OWNER: whose page this is. LIMIT: how
 long to wait, in nanoseconds; 0: for ever. MIRROR: the address of a copy in the host's memory, 0 without. MESSAGE: of
 STATE SAID, up to its first zero, UTF-8."""
 
-TIMED_OUT, TOO_MANY_ROWS, SAID, OUT_OF_STEP = 1, 2, 3, 4
-FORWARD, BACKWARD = 1, 2
+TIMED_OUT, TOO_MANY_ROWS, SAID, OUT_OF_STEP, OTHER_LAYER = 1, 2, 3, 4, 5
+FORWARD = 0  # in the place of the number of a forward, which counts from 1
 
 
 def what_happened(page: Tensor) -> str | None:
@@ -185,12 +189,21 @@ def what_happened(page: Tensor) -> str | None:
                 f"{shown}: make heaps with a larger max_rows"
             )
         case 4:
-            names = {FORWARD: "forward", BACKWARD: "backward"}
             return (
-                f"rank {rank} came {names[expected]} to call {call}, where rank {waited_for} came {names[shown]}: all "
+                f"rank {rank} came to call {call} for {way(expected)}, and rank {waited_for} for {way(shown)}: all "
                 "ranks must make the same calls in the same order"
             )
+        case 5:
+            return (
+                f"rank {rank} came to call {call} with another layer than rank {waited_for}: I, swiglu_limit and "
+                "precision must be the same on all ranks"
+            )
     return bytes(page[MESSAGE:].view(torch.uint8).tolist()).partition(b"\0")[0].decode(errors="replace")
+
+
+def way(of_call: int) -> str:
+    """What a rank comes for, FORWARD or the number of the forward that it goes back through."""
+    return "forward" if of_call == FORWARD else f"backward of call {of_call}"
 
 
 def open_pages(heaps: Tensor, layout: Layout, first: int, timeout_s: float) -> Tensor:

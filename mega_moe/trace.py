@@ -321,7 +321,7 @@ def launch(layer: Layer, direction: str) -> tuple[Schedule, Tensor, int]:
     if direction == "backward":
         tiles = of_backward.tiles(p)
         work = backward_work(p, tiles, Need(), recompute=pre is None)
-        made = meet(p, inputs, layer.dy, work, parts)[2] if p.heap else schedule(plan, work)
+        made = meet(p, inputs, layer.dy, work, parts, memory.of_call)[2] if p.heap else schedule(plan, work)
         words = empty(made)
         of_backward.backward(p, inputs, plan, pre, layer.dy, Need(), made, tiles, memory, trace=words)
     return made, words, programs

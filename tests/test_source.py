@@ -15,7 +15,7 @@ RECIPES = [PACKAGE / "stages" / f"{rung.module}.py" for rung in LADDER if rung.n
 ON_THE_HOST = {"item", "tolist", "cpu", "numpy", "nonzero", "bincount", "unique", "synchronize", "masked_select"}
 """Methods and functions that read values on the host or whose result's size depends on them: either waits."""
 
-CHANGING = {"T", "R", "E", "chunks", "max_tokens", "first", "max_rows"}
+CHANGING = {"T", "R", "E", "chunks", "max_tokens", "first", "max_rows", "layer"}
 """What varies from call to call or from layer to layer: no kernel is compiled anew for it."""
 
 

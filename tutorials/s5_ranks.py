@@ -254,9 +254,9 @@ plt.show()
 #
 # A heap gets room for three tokens, one more than is used. So "token 0 of rank 1" (number 3) cannot be taken for "the
 # third token of all" (number 2). All memory is *poisoned* until somebody writes it: its bytes are 255, which is NaN to
-# a float and -1 to an int32. Only the words that count begin at zero: call, flags, rows_arrived, direction (so that ranks
-# that come forward and backward at once find out), and the page, on which they write what went wrong. One launch, `meet`,
-# does the first three of the five steps below; here it is, and how a heap is laid out:
+# a float and -1 to an int32. Only the words that count begin at zero: call, flags, rows_arrived, came_for (so that ranks
+# find out that do not come for the same, one forward and one backward, say), and the page, on which they write what went
+# wrong. One launch, `meet`, does the first three of the five steps below; here it is, and how a heap is laid out:
 
 # %%
 torch.use_deterministic_algorithms(True)  # among other things torch then fills what torch.empty returns

@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..exchange import Call, Exchange, agree
-from ..shapes import Inputs, Plan, Problem
-from ..symmetric import BACKWARD, FORWARD, Memory, heaps_of
+from ..shapes import Inputs, Plan, Problem, Saved
+from ..symmetric import Memory, heaps_of
 from .blocks import blocks_for, launch_options
 from .combine import combine, dispatch_backward
 from .meet import home_of_token, in_heap, meet, rows_in_heap
@@ -277,6 +277,11 @@ class ThroughHeaps:
     plan: Plan
     own: Plan
 
+    @property
+    def call(self) -> Tensor | None:
+        """(1,) int32, which call of the heaps forward was; forward saves it. None where they last for one call."""
+        return self.memory.of_call
+
     def pull(self, name: str, weights: bool = False) -> tuple[Tensor, Tensor | None]:
         """The rows of x or dy (by name) for the experts here, (R, H), and if wanted their router weights (R, 1)."""
         return pull(name, weights, self.problem, self.memory, self.plan)
@@ -316,6 +321,11 @@ class ByAllToAll:
     plan: Plan
     own: Plan
 
+    @property
+    def call(self) -> Tensor:
+        """(1,) int32, which call of the group forward was; forward saves it."""
+        return self.exchange.of_call
+
     def live_routes(self) -> tuple[Tensor, Tensor]:
         """The token and the slot of each row that goes out."""
         rows = sum(self.exchange.sent)
@@ -340,20 +350,20 @@ class ByAllToAll:
 
 
 def meet_peers(
-    problem: Problem, inputs: Inputs, dy: Tensor | None = None, plan: Plan | None = None
+    problem: Problem, inputs: Inputs, dy: Tensor | None = None, saved: Saved | None = None
 ) -> ThroughHeaps | ByAllToAll:
-    """Begin one direction of one call, together with all ranks. Backward passes dy (T, H) and the plan that forward
-    saved: the same routes make the same rows."""
-    if problem.by_all_to_all:
-        plan = plan or make_plan(inputs.topk_ids, problem.E)
-        direction = FORWARD if dy is None else BACKWARD
-        call = Call(direction, problem.E, problem.H, problem.K, problem.dtype, inputs.topk_weights.dtype)
-        exchange = agree(plan, heaps_of(problem.heap).group, call)
+    """Begin one direction of one call, together with all ranks. Backward passes dy (T, H) and what forward saved: the
+    same routes make the same rows."""
+    p, plan, of_call = problem, saved and saved.plan, saved and saved.call
+    if p.by_all_to_all:
+        plan = plan or make_plan(inputs.topk_ids, p.E)
+        call = Call(p.E, p.H, p.I, p.K, p.dtype, inputs.topk_weights.dtype, p.swiglu_limit, p.precision)
+        exchange = agree(plan, heaps_of(p.heap).group, call, of_call)
         own = as_tokens(exchange.row_start, sum(exchange.received))
         return ByAllToAll(inputs, dy, exchange, plan, own)
-    memory, met, _ = meet(problem, inputs, dy)
+    memory, met, _ = meet(p, inputs, dy, of_call=of_call)
     plan = plan or met
-    return ThroughHeaps(problem, inputs, memory, plan, as_tokens(plan.row_start, problem.R))
+    return ThroughHeaps(p, inputs, memory, plan, as_tokens(plan.row_start, p.R))
 
 
 def as_tokens(row_start: Tensor, R: int) -> Plan:

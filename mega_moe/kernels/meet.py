@@ -17,6 +17,9 @@ process one after another, and a process for each rank. If a rank does not come,
 for, the plan is one without rows, and the error page (see symmetric.py) says why.
 """
 
+from dataclasses import replace
+from zlib import crc32
+
 import torch
 import triton
 import triton.language as tl
@@ -30,8 +33,8 @@ from .plan import begin_chunk, chunks_and_blocks, count_chunk, place_chunk, stor
 from .quantize import quantise_rows
 from .schedule import Schedule, combine_tiles, empty_schedule, parts_of, shared_words, write_part
 from .signal import (
-    BACKWARD,
     FORWARD,
+    OTHER_LAYER,
     OUT_OF_STEP,
     TOO_MANY_ROWS,
     arrive,
@@ -111,11 +114,55 @@ def publish_tokens(
 # --8<-- [end:publish]
 
 
+@triton.jit
+def comes_for(dy_ptr, of_call_ptr):
+    """What ranks come for: FORWARD, or the number of the forward that they go back through."""
+    of_call = tl.cast(FORWARD, tl.int32)
+    if dy_ptr is not None:
+        if of_call_ptr is not None:
+            of_call = tl.load(of_call_ptr)
+    return of_call
+
+
+@triton.jit
+def say_what_for(came_for_ptr, call, of_call, layer):
+    """Write what a rank comes for into its heap."""
+    tl.store(came_for_ptr + (call & 1) * 2, of_call)
+    tl.store(came_for_ptr + (call & 1) * 2 + 1, layer)
+
+
+@triton.jit
+def hold_together(
+    call,
+    of_call,
+    layer,
+    heaps_ptr,
+    page_ptr,
+    CAME_FOR: tl.constexpr,
+    PAGE: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Record the first rank that has come for something else, or with another layer."""
+    ranks = tl.arange(0, BLOCK_W)
+    heaps = tl.load(heaps_ptr + ranks, mask=ranks < W, other=0)
+    came_for_ptr = (heaps + CAME_FOR).to(tl.pointer_type(tl.int32)) + (call & 1) * 2
+    for word in tl.static_range(2):
+        ours = of_call if word == 0 else layer
+        theirs = tl.load(came_for_ptr + word, mask=ranks < W, other=0)
+        apart = tl.min(tl.where((ranks < W) & (theirs != ours), ranks, W))
+        if (apart < W) & (has_failed(page_ptr) == 0):
+            its = tl.sum(tl.where(ranks == apart, theirs, 0))
+            record(OUT_OF_STEP if word == 0 else OTHER_LAYER, call, its, ours, apart, page_ptr, heaps_ptr, PAGE, W)
+            tell_host(page_ptr)
+
+
 # --8<-- [start:kernel]
 @triton.jit(
     do_not_specialize=[
         "T",
         "E",
+        "layer",
         "first",
         "max_rows",
         "chunks",
@@ -143,12 +190,14 @@ def meet_kernel(
     slot_of_row_ptr,  # (max_rows,) int32, written
     row_of_slot_ptr,  # (T, K) int32, written: each route's row in its home's own plan, -1 where masked
     live_routes_ptr,  # (RANKS,) int32, written: how many routes of each rank here are not masked
+    of_call_ptr,  # (1,) int32: which call forward is, written by it; or None
     table_ptr,  # (most tiles, 8) int32, written as far as there are tiles; or None
     counters_ptr,  # (2 + counters,) int32, written; or None
     words_ptr,  # int32, zeros before and after: ticket, chunks counted, tiles published, ranks arrived, all met,
     # row_start written, whether ranks did not meet, programs that left
     T,
     E,
+    layer,  # a number that stands for what the heap's layout does not say of it
     first,  # rank of this process
     max_rows,
     chunks,  # of each rank's routes
@@ -170,7 +219,7 @@ def meet_kernel(
     CALL: tl.constexpr,  # where those things stand that do not depend on the number of tokens
     FLAGS: tl.constexpr,
     ROWS_ARRIVED: tl.constexpr,
-    DIRECTION: tl.constexpr,
+    CAME_FOR: tl.constexpr,
     PAGE: tl.constexpr,
     ROW_START: tl.constexpr,
     W: tl.constexpr,
@@ -222,7 +271,6 @@ def meet_kernel(
     if table_ptr is not None:
         combines = combine_tiles(T, token_start_ptr, RANKS, COMBINE_KIND, TOKENS)
         tickets += tl.cdiv(tl.maximum(max_rows // BLOCK_R + experts, combines), PART)
-    OURS: tl.constexpr = FORWARD if dy_ptr is None else BACKWARD
     # How many calls this process has been through; whoever leaves last counts this one.
     call_ptr = in_heap(tl.load(own_heaps_ptr), CALL, tl.int32)
     page_ptr = in_heap(tl.load(own_heaps_ptr), PAGE, tl.int64)
@@ -351,7 +399,8 @@ def meet_kernel(
             wait(published_ptr, copies + counts, False)
             heap = tl.load(own_heaps_ptr + rank)
             tl.store(in_heap(heap, ROWS_ARRIVED, tl.int32), 0)
-            tl.store(in_heap(heap, DIRECTION, tl.int32) + ((tl.load(call_ptr) + 1) & 1), OURS)
+            of_call = comes_for(dy_ptr, of_call_ptr)
+            say_what_for(in_heap(heap, CAME_FOR, tl.int32), tl.load(call_ptr) + 1, of_call, layer)
             peers = tl.arange(0, BLOCK_W)
             heaps = tl.load(heaps_ptr + peers, mask=peers < W, other=0)
             arrive((heaps + FLAGS).to(tl.pointer_type(tl.int32)) + first + rank, 1, peers < W)
@@ -363,14 +412,11 @@ def meet_kernel(
             flags_ptr = in_heap(tl.load(own_heaps_ptr), FLAGS, tl.int32)
             wait_for_ranks(flags_ptr + ranks, call, ranks < W, ranks, call, page_ptr, heaps_ptr, PAGE, W)
             if has_failed(page_ptr) == 0:
-                heaps = tl.load(heaps_ptr + ranks, mask=ranks < W, other=0)
-                directions_ptr = (heaps + DIRECTION).to(tl.pointer_type(tl.int32)) + (call & 1)
-                theirs = tl.load(directions_ptr, mask=ranks < W, other=OURS)
-                apart = tl.min(tl.where(theirs != OURS, ranks, W))
-                if apart < W:
-                    its = tl.sum(tl.where(ranks == apart, theirs, 0))
-                    record(OUT_OF_STEP, call, its, its * 0 + OURS, apart, page_ptr, heaps_ptr, PAGE, W)
-                    tell_host(page_ptr)
+                of_call = comes_for(dy_ptr, of_call_ptr)
+                hold_together(call, of_call, layer, heaps_ptr, page_ptr, CAME_FOR, PAGE, W, BLOCK_W)
+            if dy_ptr is None:
+                if of_call_ptr is not None:
+                    tl.store(of_call_ptr, call)
             tl.store(apart_ptr, has_failed(page_ptr).to(tl.int32))
             signal(met_ptr, 1, False)
         elif ticket < planned:
@@ -524,12 +570,17 @@ def plan_part(
 
 
 def meet(
-    problem: Problem, inputs: Inputs, dy: Tensor | None = None, work: Work | None = None, parts: int = 1
+    problem: Problem,
+    inputs: Inputs,
+    dy: Tensor | None = None,
+    work: Work | None = None,
+    parts: int = 1,
+    of_call: Tensor | None = None,
 ) -> tuple[Memory, Plan, Schedule | None]:
     """Publish x, topk_weights and, in backward, dy (T, H); meet the other ranks; plan the rows of this process; and
     write the schedule of `work` on them, if given. parts: of how many the gradient of a route's weight will be the sum.
-    Where forward reads x in 8 bits, it is quantised, in a launch of its own, and published so; backward reads it as it
-    is, to quantise it by column too.
+    of_call: backward's is the Memory.of_call that its forward was given. Where forward reads x in 8 bits, it is
+    quantised, in a launch of its own, and published so; backward reads it as it is, to quantise it by column too.
 
     The plan is that of `mega_moe.routing.plan` but for two arrays: token_of_row numbers tokens by rank, home rank *
     max_tokens + token there, and row_of_slot tells only which routes are masked.
@@ -541,6 +592,8 @@ def meet(
     memory = memory_for(p, inputs.topk_weights.dtype, parts, x.device)
     layout, at = memory.layout, memory.layout.offsets()
     index = lambda *shape: torch.empty(shape, dtype=torch.int32, device=x.device)
+    if p.heap:
+        memory = replace(memory, of_call=index(1) if dy is None else of_call)
     plan = Plan(*(index(*shape) for shape in p.plan_shapes()))
     tokens_per_rank = p.tokens_per_rank or (p.T,)
     schedule, sizes = None, {}
@@ -563,11 +616,13 @@ def meet(
             index(len(tokens_per_rank), chunks, blocks["BLOCK_E"]),
             *plan,
             index(len(tokens_per_rank)),
+            memory.of_call,
             schedule.table if schedule else None,
             schedule.counters if schedule else None,
             words,
             p.T,
             p.E,
+            number_of(p),
             memory.first,
             p.R,
             chunks,
@@ -582,7 +637,7 @@ def meet(
             CALL=at["call"],
             FLAGS=at["flags"],
             ROWS_ARRIVED=at["rows_arrived"],
-            DIRECTION=at["direction"],
+            CAME_FOR=at["came_for"],
             PAGE=at["page"],
             ROW_START=at["row_start"],
             W=layout.W,
@@ -599,3 +654,10 @@ def meet(
             **sizes,
         )
     return memory, plan, schedule
+
+
+def number_of(problem: Problem) -> int:
+    """A number, below 2^31, that stands for what ranks must have in common and no heap shows."""
+    p = problem
+    limit = None if p.swiglu_limit is None else float(p.swiglu_limit)
+    return crc32(repr((p.I, limit, p.precision)).encode()) >> 1

@@ -29,8 +29,8 @@ WAITED_FOR, CLAIMED = tl.constexpr(symmetric.WAITED_FOR), tl.constexpr(symmetric
 OWNER, LIMIT, MIRROR = (tl.constexpr(word) for word in (symmetric.OWNER, symmetric.LIMIT, symmetric.MIRROR))
 PAGE_WORDS = tl.constexpr(symmetric.PAGE_WORDS)
 TIMED_OUT, TOO_MANY_ROWS = tl.constexpr(symmetric.TIMED_OUT), tl.constexpr(symmetric.TOO_MANY_ROWS)
-OUT_OF_STEP = tl.constexpr(symmetric.OUT_OF_STEP)
-FORWARD, BACKWARD = tl.constexpr(symmetric.FORWARD), tl.constexpr(symmetric.BACKWARD)
+OUT_OF_STEP, OTHER_LAYER = tl.constexpr(symmetric.OUT_OF_STEP), tl.constexpr(symmetric.OTHER_LAYER)
+FORWARD = tl.constexpr(symmetric.FORWARD)
 
 
 def needs_fence() -> bool:

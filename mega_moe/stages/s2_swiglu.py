@@ -36,7 +36,7 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Saved]:
 
 def backward(problem: Problem, inputs: Inputs, saved: Saved, dy: Tensor, need: Need) -> Grads:
     """The needed gradients; dact carries no router weight (see reference/backward.py)."""
-    plan, pre = saved
+    plan, pre = saved.plan, saved.pre
     dx = dw_gate_up = dw_down = None
 
     if pre is None:

@@ -41,7 +41,7 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Saved]:
 def backward(problem: Problem, inputs: Inputs, saved: Saved, dy: Tensor, need: Need) -> Grads:
     """The needed gradients; dact carries no router weight (see reference/backward.py)."""
     of_forward, of = PRODUCTS[problem.precision]
-    plan, pre = saved
+    plan, pre = saved.plan, saved.pre
     table = tile_table(plan, of.tiles(problem))
     dx = dw_gate_up = dw_down = None
 

@@ -32,13 +32,13 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Saved]:
     pre, act = gate_up_swiglu(rows, w_gate_up, peers.own, table, limit, problem.save == "pre", True)
     del rows
     out = down(act, readable(inputs.w_down), peers.own, table)
-    return peers.combine(out), Saved(peers.plan, pre)
+    return peers.combine(out), Saved(peers.plan, pre, peers.call)
 
 
 def backward(problem: Problem, inputs: Inputs, saved: Saved, dy: Tensor, need: Need) -> Grads:
     """The needed gradients; dact carries no router weight (see reference/backward.py)."""
-    plan, pre = saved
-    peers = meet_peers(problem, inputs, dy, plan)
+    pre = saved.pre
+    peers = meet_peers(problem, inputs, dy, saved)
     own = peers.own
     table = tile_table(own, blocks.persistent_for(problem))
     w_gate_up, limit = readable(inputs.w_gate_up), problem.swiglu_limit

@@ -45,25 +45,26 @@ LAUNCHES = {"bf16": (AS_IS, AS_IS), "fp8": (FP8, FP8), "fp8_bwd": (AS_IS, FP8)} 
 def forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Saved]:
     """y (T, H), and what backward needs."""
     of, of_backward = LAUNCHES[problem.precision]
-    tiles, memory = of.tiles(problem), None
+    tiles, memory, call = of.tiles(problem), None, None
     work = forward_work(problem, tiles)
     if problem.heap:
         parts = parts_of_weight(problem, of_backward.tiles(problem))  # backward's, which uses the same heaps
         memory, plan, tickets = meet(problem, inputs, None, work, parts)
+        call = memory.of_call
     else:
         plan, tickets = plan_and_schedule(inputs.topk_ids, problem.E, work)
     y, pre = of.forward(problem, inputs, plan, tickets, tiles, memory)
-    return y, Saved(plan, pre)
+    return y, Saved(plan, pre, call)
 
 
 def backward(problem: Problem, inputs: Inputs, saved: Saved, dy: Tensor, need: Need) -> Grads:
     """The needed gradients; dact carries no router weight (see reference/backward.py)."""
     _, of = LAUNCHES[problem.precision]
-    plan, pre = saved
+    plan, pre, call = saved
     tiles, memory = of.tiles(problem), None
     work = backward_work(problem, tiles, need, recompute=pre is None)
     if problem.heap:
-        memory, _, tickets = meet(problem, inputs, dy, work, parts_of_weight(problem, tiles))
+        memory, _, tickets = meet(problem, inputs, dy, work, parts_of_weight(problem, tiles), call)
     else:
         tickets = schedule(plan, work)
     return of.backward(problem, inputs, plan, pre, dy, need, tickets, tiles, memory)

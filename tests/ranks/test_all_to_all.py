@@ -20,7 +20,6 @@ from mega_moe.exchange import MESSAGE_BYTES, Call, agree, all_to_all, by_expert,
 from mega_moe.registry import stage
 from mega_moe.routing import plan as plan_of
 from mega_moe.shapes import Grads, Inputs, Problem
-from mega_moe.symmetric import BACKWARD, FORWARD
 
 pytestmark = [
     on_cpu,  # processes are forked, which a process that has used a GPU does not survive
@@ -216,8 +215,10 @@ OTHERS = {  # what the odd rank's layer has of its own; how that rank came, and 
     "fewer experts": (dict(E=4), "with E = 4", "with E = 8"),
     "more experts": (dict(E=12), "with E = 12", "with E = 8"),
     "dtype": (dict(dtype=torch.float16), "with dtype = torch.float16", "with dtype = torch.bfloat16"),
+    "I": (dict(I=17), "with I = 17", "with I = 16"),
     "two facts": (dict(H=8, K=3), "with H = 8, with K = 3", "with H = 16, with K = 2"),
 }
+CLAMPED = ("with swiglu_limit = 2.5", "with swiglu_limit = None")
 LIKE_X = ("with weights_dtype = torch.bfloat16", "with weights_dtype = torch.float32")
 WRONG = {  # who refuses the odd rank's arguments, and what is raised there
     "moe": "TypeError: w_down is torch.float16 and x is torch.bfloat16",
@@ -279,9 +280,9 @@ def said_and_then_right(
 
 
 def test_differences_are_told_of_ranks_that_came_alike():
-    came = [Call(FORWARD, 8, 32), Call(BACKWARD, 8, 32), Call(FORWARD, 4, 16), Call(BACKWARD, 8, 32)]
+    came = [Call(8, 32), Call(8, 32, of_call=5), Call(4, 16), Call(8, 32, of_call=5)]
     expected = (
-        "rank 1, 3 came backward where rank 0 came forward; "
+        "rank 1, 3 came for backward of call 5 where rank 0 came for forward; "
         "rank 2 came with E = 4, with H = 16 where rank 0 came with E = 8, with H = 32: all ranks must"
     )
     assert difference(came).startswith(expected)
@@ -295,34 +296,47 @@ def test_ranks_that_come_with_other_layers_all_say_so(W, tmp_path):
     def work(rank: int, mine: Inputs, _: Tensor) -> list[str]:
         like_x = replace(mine, topk_weights=mine.topk_weights.bfloat16())
         others = [*(of_rank(rank, W, **changes)[0] for changes, *_ in OTHERS.values()), like_x]
-        meet_them = lambda: [what(call, other if rank == odd else mine) for other in others]
+
+        def meet_them() -> list[str]:
+            said = [what(call, other if rank == odd else mine) for other in others]
+            return [*said, what(call, mine, swiglu_limit=2.5 if rank == odd else None)]
+
         first = meet_them()
         call(mine)
         return first + meet_them()
 
-    ways = [*(ways for _, *ways in OTHERS.values()), LIKE_X]
+    ways = [*(ways for _, *ways in OTHERS.values()), LIKE_X, CLAMPED]
     for texts, way in zip(said_and_then_right(W, work, tmp_path), 2 * ways, strict=True):
         assert_all_say(texts, odd, *way)
 
 
 @pytest.mark.parametrize("W", [2, 4])
 def test_ranks_that_come_in_other_directions_all_say_so(W, tmp_path):
-    """One goes back where the others go forward, and the other way round; or back through another layer than they."""
+    """One goes back where the others go forward, and the other way round; or back through another layer than they, or
+    through another call of the same layer."""
     odd = W // 2
-    ways = [("backward", "forward"), ("forward", "backward"), ("backward of H = 8", "backward")]
+    ways = [("backward", "forward"), ("forward", "backward"), ("backward of H = 8", "backward"), ("again", "backward")]
 
     def work(rank: int, mine: Inputs, dy: Tensor) -> list[str]:
         narrow, narrow_dy = of_rank(rank, W, H=8)
-        y, narrow_y = (call(replace(each, x=each.x.clone().requires_grad_())) for each in (mine, narrow))
+        y, narrow_y, again = (call(replace(each, x=each.x.clone().requires_grad_())) for each in (mine, narrow, mine))
         steps = {
             "forward": partial(call, mine),
             "backward": partial(y.backward, dy, retain_graph=True),
             "backward of H = 8": partial(narrow_y.backward, narrow_dy),
+            "again": partial(again.backward, dy),
         }
         return [what(steps[way[0] if rank == odd else way[1]]) for way in ways]
 
     said = said_and_then_right(W, work, tmp_path)
-    for texts, way in zip(said, [*ways[:2], ("with H = 8", "with H = 16")], strict=True):
+    back = "for backward of call"
+    expected = [
+        (f"{back} 1", "for forward"),
+        ("for forward", f"{back} 1"),
+        (f"{back} 2, with H = 8", f"{back} 1, with H = 16"),
+        (f"{back} 3", f"{back} 1"),
+    ]
+    for texts, way in zip(said, expected, strict=True):
         assert_all_say(texts, odd, *way)
 
 

@@ -137,7 +137,7 @@ def test_two_that_record_at_once():
     memory.view(0, "page")[RANK] = 1
     record_kernel[(1,)](memory.addresses, 3, memory.layout.offsets()["page"], 2)
     assert what_happened(memory.view(1, "page").cpu()).startswith(
-        "rank 0 came backward to call 3, where rank 1 came forward"
+        "rank 0 came to call 3 for backward of call 2, and rank 1 for backward of call 1: all ranks must"
     )
     assert what_happened(memory.view(0, "page").cpu()) is None
 

@@ -377,26 +377,42 @@ def test_a_module_over_ranks_computes_what_one_computes(tmp_path):
     assert said.startswith("ValueError: x must be") and heard.startswith("RuntimeError: rank 1: x must be")
 
 
-def test_ranks_that_come_in_different_directions(over_ranks, tmp_path):
-    """One in backward where the other is in forward: both are told, and nobody goes on with what that computes. The
-    next call over the group makes new heaps."""
+def test_ranks_that_do_not_belong_together_are_told(over_ranks, tmp_path):
+    """One in backward where the other is in forward, or in that of another call; or with another clamp, or products in
+    another precision: both are told, and nobody goes on with what that computes. The next call over the group makes new
+    heaps."""
     _, inputs, dy, tokens_per_rank = case("uneven")
+    others = {"a clamp": dict(swiglu_limit=2.5)}
+    if "fp8_bwd" in over_ranks.precisions:
+        others["8 bits"] = dict(precision="fp8_bwd")
 
-    def work(rank: int) -> tuple[str, Tensor]:
+    def work(rank: int) -> list[str]:
         mine, its_dy = share(inputs, dy, tokens_per_rank, rank)
-        call = lambda leaves: moe(*leaves, stage=over_ranks.name, group=world())
-        right = call(leaves_of(mine))
-        y = call(leaves_of(mine))
-        dist.barrier()
-        said = what(lambda: y.backward(its_dy) if rank else call(leaves_of(mine)))
-        dist.barrier()
-        again = call(leaves_of(mine))
-        assert same_bits(again.detach(), right.detach())
+        call = lambda **options: moe(*leaves_of(mine), stage=over_ranks.name, group=world(), **options)
+        right, said = call().detach(), []
+
+        def tell(step: Callable, begun: int = 0) -> None:
+            """What a step raises behind so many calls; then all is well again."""
+            calls = [call() for _ in range(begun)]
+            dist.barrier()
+            said.append(what(step, *calls))
+            dist.barrier()
+            assert same_bits(call().detach(), right)
+
+        tell(lambda y: y.backward(its_dy) if rank else call(), begun=1)
+        tell(lambda *ys: ys[rank].backward(its_dy), begun=2)
+        for options in others.values():
+            tell(lambda options=options: call(**options if rank else {}))
         return said
 
-    either = r"rank 0 came forward to call 3, where rank 1 came backward|rank 1 came backward .* rank 0 came forward"
-    said = on_ranks(2, work, tmp_path)
-    assert all(re.search(either, each) for each in said), "\n".join(said)
+    both = "all ranks must make the same calls"
+    zero, one = "rank 0 (came to call 3 )?for forward", "rank 1 (came to call 3 )?for backward of call 2"
+    first, second = (f"rank {rank} (came to call 4 )?for backward of call {rank + 2}" for rank in (0, 1))
+    of_layer = "rank . came to call 2 with another layer than rank .: I, swiglu_limit and precision must be the same"
+    expected = [(zero, one, both), (first, second, both), *((of_layer,) for _ in others)]
+    for texts in on_ranks(2, work, tmp_path):
+        for text, patterns in zip(texts, expected, strict=True):
+            assert all(re.search(pattern, text) for pattern in patterns), text
 
 
 def test_ranks_seeded_alike_share_the_router_and_no_expert(tmp_path):

@@ -145,6 +145,7 @@ def test_a_rank_that_cannot_reach_another_keeps_all_from_going_on(tmp_path):
         if rank == 1:
             processes.file_of = lambda *_, **__: f"/proc/self/fd/{10**6}"  # this process is nobody else's
         raised = what(memory, heaps)
+        dist.barrier()  # or rank 0 may find that rank 1 is gone, and say so
         gc.collect()
         return raised, mappings() + files()
 
