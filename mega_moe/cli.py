@@ -81,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     models = [name for name in PRESETS if name != "tiny"]
     add("--ranks", type=int, metavar="W", help="instead: what heaps and pools of W ranks take, a process each")
     add("--shape", help=f"with --ranks: {' | '.join(models)} | T,H,I,E,K, T of each rank (default: {models[0]})")
+    add("--precision", choices=PRECISIONS, default="bf16", help="with --ranks: what products read (default: bf16)")
     doctor_command.set_defaults(run=_doctor)
 
     ladder_command = commands.add_parser("ladder", help="one layer on every rung: parity, launches, time, memory")
@@ -136,6 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--ranks", type=int, metavar="W", help="so many ranks (default: 1, 2, 4, ... 64)")
     add("--rung", choices=("mega", "ranks"), default="mega", help="default: mega; ranks exchanges in launches apart")
     add("--save", choices=SAVES, default="inputs", help="with inputs, backward makes pre again (default: inputs)")
+    add("--precision", choices=PRECISIONS, default="bf16", help="whose bytes are counted (default: bf16)")
     add("--routing", choices=ROUTINGS, default="random", help="how tokens spread over experts (default: random)")
     add("--group", type=int, metavar="EXPERTS", help="of a group in the schedule (default: as the kernels have it)")
     add("--unmixed", action="store_true", help="as if the phases of a turn stood one behind the other")
@@ -201,8 +203,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
         return 0
     _require("triton", unless=False)
     shape = arguments.shape or "qwen3-30b-a3b"
-    problem = _shape(shape).at(device=device)
+    problem = _shape(shape).at(device=device, precision=arguments.precision)
     _check_ranks(arguments.ranks, problem.E)
+    _check_precision_over_ranks("mega", arguments.precision)
     print(doctor.sizes_over_ranks(problem, arguments.ranks, shape))
     return 0
 
@@ -319,6 +322,11 @@ def _check_ranks(W: int, E: int) -> None:
         raise Refused(f"--ranks {W}: the ranks share {E} experts evenly, so give a divisor of {E}")
 
 
+def _check_precision_over_ranks(rung: str, precision: str) -> None:
+    if reason := stage(rung).why_not_in(precision, over_ranks=True):
+        raise Refused(f"--precision {precision}: {reason}")
+
+
 def _shape(text: str) -> Problem:
     if text in PRESETS:
         return PRESETS[text]
@@ -420,7 +428,9 @@ def _predict(arguments: argparse.Namespace) -> int:
             raise Refused(f"--measured: {error}") from error
         print("\n".join(predict.beside(those)))
         return 0
-    problem, shape = _shape(arguments.shape).at(save=arguments.save, device="cpu"), arguments.shape
+    shape = arguments.shape
+    problem = _shape(shape).at(save=arguments.save, precision=arguments.precision, device="cpu")
+    _check_precision_over_ranks(arguments.rung, problem.precision)
     if problem.T < 1:
         raise Refused(f"--shape {shape}: T must be at least 1")
     for name in ("group", "domain"):
@@ -436,13 +446,16 @@ def _predict(arguments: argparse.Namespace) -> int:
         for W in ([arguments.ranks] if arguments.ranks else predict.numbers_of_ranks(problem.E))
     }
     if arguments.json:
-        asked = {letter: getattr(problem, letter) for letter in "THIEK"} | {"save": problem.save} | facts
+        asked = {letter: getattr(problem, letter) for letter in "THIEK"}
+        asked |= {"save": problem.save, "precision": problem.precision} | facts
         each = [{"W": W} | one.as_json() for W, several in predictions.items() for one in several]
         print(json.dumps({"problem": asked, "machine": asdict(machine), "predictions": each}))
         return 0
     sizes = "  ".join(f"{letter}={getattr(problem, letter)}" for letter in "THIEK")
+    precision = "" if problem.precision == "bf16" else f"  precision: {problem.precision}, products as long as bf16's"
     print(
         f"{shape}  {sizes}  T of each rank  routing: {arguments.routing}  save: {problem.save}  rung: {arguments.rung}"
+        f"{precision}"
     )
     print(f"{machine.name}\n")
     print("\n".join(predict.in_lines(predictions, shape)))

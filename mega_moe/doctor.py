@@ -71,7 +71,8 @@ def _sentences(rung: Rung, device: str) -> list[str]:
 
 
 def sizes_over_ranks(problem: Problem, W: int, name: str) -> str:
-    """What a layer takes over W ranks, a process each: `problem.T` tokens of each, bf16. As a report.
+    """What a layer takes over W ranks, a process each: `problem.T` tokens of each, bf16, products in
+    `problem.precision`, one that rung mega has. As a report.
 
     A heap has views of fixed sizes (see symmetric.Layout). Pools hold the rows that a rank receives, and are made for
     as many as it may receive; they live for one call. On a CPU the tiles are those of an H200.
@@ -81,35 +82,61 @@ def sizes_over_ranks(problem: Problem, W: int, name: str) -> str:
 
     p = problem.at(ranks=W, tokens_per_rank=(problem.T,))
     tiles = blocks.mega_for(p) if p.device == "cuda" else blocks.blocks_of_target("sm_90", p.dtype).mega
-    layout = Layout(W, max(p.T, 1), p.H, p.K, p.E, p.dtype, torch.float32, parts_of_weight(p, tiles))
+    of_codes = blocks.fp8_tiles()  # whose blocks are as large on every device
+    of_forward = of_codes if p.precision == "fp8" else tiles
+    of_backward = tiles if p.precision == "bf16" else of_codes
+    parts = parts_of_weight(p, of_backward)
+    layout = Layout(W, max(p.T, 1), p.H, p.K, p.E, p.dtype, torch.float32, parts, p.token_scales)
     rooms = {"all there can be, W*T*K": W * p.T * p.K, "random routing, 1.25*T*K": ceil(1.25 * p.T * p.K)}
+    dtype = str(p.dtype).removeprefix("torch.") + ("" if p.precision == "bf16" else f", products in {p.precision}")
+    published = "2 x, 2 dy (T, H), 2 of x as codes" if p.token_scales else "2 x, 2 dy (T, H)"
     lines = [
-        f"{name} over {W} ranks, {p.T:,} tokens and {p.E_here} experts a rank, {p.dtype}".replace("torch.", ""),
+        f"{name} over {W} ranks, {p.T:,} tokens and {p.E_here} experts a rank, {dtype}",
         "",
-        f"heap of a rank            {in_units(layout.bytes):>10}    2 x, 2 dy (T, H), slots (T, K, H), and plans",
+        f"heap of a rank            {in_units(layout.bytes):>10}    {published}, slots (T, K, H), and plans",
         "",
     ]
     for what, rows in rooms.items():
-        pools = bytes_of_pools(p.at(max_rows=rows), tiles.BLOCK_R)
+        pools = bytes_of_pools(p.at(max_rows=rows), of_forward.BLOCK_R, of_backward.BLOCK_R)
         lines.append(f"max_rows = {rows:<11,}    {what}")
         lines += [f"  {direction:22}  {in_units(size):>10}    {of}" for direction, (size, of) in pools.items()]
-    weights = 3 * p.E_here * p.I * p.H * p.dtype.itemsize
+    weights = 3 * p.E_here * p.I * p.H
     lines += [
         "",
-        f"beside the weights        {in_units(weights):>10}    3 I H of each expert, and as much of gradients",
+        f"beside the weights        {in_units(weights * p.dtype.itemsize):>10}    3 I H of each expert, and as much of "
+        "gradients",
     ]
+    for direction, of_expert in CODES_OF_WEIGHTS[p.precision].items():
+        size = of_expert * weights / 3 * (1 + 4 / 128**2)
+        lines.append(f"  as codes, {direction:12}  {in_units(size):>10}    {of_expert} I H of each expert")
     return "\n".join(lines)
 
 
-def bytes_of_pools(problem: Problem, BLOCK_R: int) -> dict[str, tuple[int, str]]:
+CODES_OF_WEIGHTS = {"bf16": {}, "fp8": dict(forward=3, backward=5), "fp8_bwd": dict(backward=3)}
+"""How many I*H codes of an expert's weights are made in a direction: both matrices, and in backward both transposed; in
+fp8 gate_up's as they are too, with which backward makes pre again."""
+
+CODE = 1 + 4 / 128
+"""Bytes of a code, and its part of a scale."""
+
+
+def bytes_of_pools(problem: Problem, forward_R: int, backward_R: int) -> dict[str, tuple[float, str]]:
     """What rung mega takes for rows while a direction runs, in bytes, and of what it is made. Pools end in whole blocks
-    of BLOCK_R rows for each expert."""
-    p = problem
-    rows = (p.R // BLOCK_R + p.E_here) * BLOCK_R
+    of so many rows for each expert. Backward makes pre again."""
+    p, size = problem, problem.dtype.itemsize
+    in_blocks = lambda BLOCK_R: (p.R // BLOCK_R + p.E_here) * BLOCK_R
+    forward, backward = in_blocks(forward_R), in_blocks(backward_R)
+    as_it_is = (forward * (p.H + p.I) * size, "H + I of each row")
+    pre = p.R * 2 * p.I * size
+    of_backward = {
+        "bf16": (backward * (2 * p.H + 5 * p.I) * size, "2H + 5I of each row"),
+        "fp8": (backward * (4 * p.H + 5 * p.I) * CODE + pre, "4H + 5I of each row as codes, and 2I"),
+        "fp8_bwd": (backward * ((3 * p.H + 5 * p.I) * CODE + p.H * size) + pre, "3H + 5I as codes, and H + 2I"),
+    }
     return {
-        "forward": (rows * (p.H + p.I) * p.dtype.itemsize, "H + I of each row"),
-        'kept, with save="pre"': (p.R * 2 * p.I * p.dtype.itemsize, "2I of each row"),
-        "backward": (rows * (2 * p.H + 5 * p.I) * p.dtype.itemsize, "2H + 5I of each row"),
+        "forward": (forward * (p.H + p.I) * CODE, "H + I of each row, as codes") if p.precision == "fp8" else as_it_is,
+        'kept, with save="pre"': (pre, "2I of each row"),
+        "backward": of_backward[p.precision],
     }
 
 

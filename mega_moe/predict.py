@@ -4,6 +4,9 @@
 links that programs share: the more of them move rows at once, the less each gets. So this tells what bounds a layer
 over W ranks (products, links, or an order in which one waits for the other), before anybody has W GPUs.
 
+In 8 bits the bytes of codes and scales are counted, over links and on the device. Products are taken to last as long as
+bf16's, for in one launch they have not been measured; in a launch each they were not shorter.
+
 What is taken from measurements is in `Machine`, ten-odd numbers, none of which belongs to one layer alone. What is
 played is schedule.py's table of a routing that samples.py drew, with the block sizes of kernels/blocks.py.
 
@@ -27,6 +30,7 @@ import torch
 
 from .kernels.blocks import Mega, Persistent, Strips, WeightGrad, blocks_of_target, nearest
 from .kernels.schedule import backward_work, forward_work
+from .registry import stage
 from .routing import plan
 from .samples import random_inputs
 from .schedule import (
@@ -393,11 +397,37 @@ def drawn_ids(T: int, E: int, K: int, routing: str, seed: int) -> torch.Tensor:
     return random_inputs(p, routing, seed)[0].topk_ids
 
 
-def dispatch_ticket(machine: Machine, problem: Problem, share: Share, rows: int, BLOCK_R: int, tensors: int) -> Ticket:
-    """Pull a block's rows, of x or of dy or of both, into whole blocks of the pool: each is read and written."""
-    row = problem.H * problem.dtype.itemsize
-    copied = tensors * row * (rows * (1 - share.copies * (1 - share.ways.here)) + BLOCK_R)
-    moves = share.ways.moves(PULL, tensors * row * rows * share.copies)
+CODE = 1 + 4 / 128
+"""Bytes of a code, and its part of a scale."""
+
+
+class Row(NamedTuple):
+    """Bytes of a row that dispatch brings in a direction, of x, backward of dy too.
+
+    Attributes:
+        pulled: from where it is published.
+        stored: into pools.
+    """
+
+    pulled: float
+    stored: float
+
+
+def row_of(problem: Problem, direction: str) -> Row:
+    """In 8 bits forward pulls codes. Backward pulls rows as they are, and stores codes of each by row and by column; x
+    by row as it is, where forward has not read it as codes."""
+    H, as_it_is = problem.H, problem.H * problem.dtype.itemsize
+    if direction == "forward":
+        pulled = H + 4 * problem.token_scales if problem.token_scales else as_it_is
+        return Row(pulled, pulled)
+    stored = {"bf16": 2 * as_it_is, "fp8": 4 * H * CODE, "fp8_bwd": 3 * H * CODE + as_it_is}
+    return Row(2 * as_it_is, stored[problem.precision])
+
+
+def dispatch_ticket(machine: Machine, share: Share, rows: int, BLOCK_R: int, row: Row) -> Ticket:
+    """Pull a block's rows into whole blocks of the pools: each is read and written."""
+    copied = row.pulled * rows * (1 - share.copies * (1 - share.ways.here)) + row.stored * BLOCK_R
+    moves = share.ways.moves(PULL, row.pulled * rows * share.copies)
     return Ticket(KINDS.index("dispatch"), copied / (machine.memory / machine.programs), moves=moves)
 
 
@@ -446,7 +476,7 @@ def tickets_of(
             continue
         moves = ()
         if name == "dispatch":
-            made = dispatch_ticket(machine, p, share, rows, work.BLOCK_R, 1 if direction == "forward" else 2)
+            made = dispatch_ticket(machine, share, rows, work.BLOCK_R, row_of(p, direction))
             seconds, moves = (
                 made.seconds / strips[kind],
                 tuple((lane, size / strips[kind]) for lane, size in made.moves),
@@ -547,8 +577,11 @@ def over_links(
     as many as the kernels have. mixed: False: as if the phases of a turn stood one behind the other. dedup: as if
     dispatch fetched a token once for each rank that has any of its experts.
 
-    Raises ValueError for other rungs, and where W does not divide E.
+    Raises ValueError for other rungs, for a precision that the rung has no products in over ranks, and where W does not
+    divide E.
     """
+    if rung in RUNGS and (reason := stage(rung).why_not_in(problem.precision, over_ranks=True)):
+        raise ValueError(reason)
     if problem.E % W:
         raise ValueError(f"{problem.E} experts cannot be shared evenly by {W} ranks: W must divide E")
     tiles, apart = tiles_for(problem)
@@ -575,8 +608,10 @@ def on_one_gpu(
     """All `problem.T` tokens and all experts on one GPU. W: over the local heaps of so many ranks; None: without.
     group, mixed: as of `over_links`.
 
-    Raises ValueError for a rung that is not in RUNGS, or that does not run with heaps or without.
+    Raises ValueError for a rung that is not in RUNGS, or that does not run with heaps or without, and in 8 bits.
     """
+    if problem.precision != "bf16":
+        raise ValueError(f"{problem.precision} is predicted over links alone")
     if rung not in RUNGS or (rung != "mega" and (W is None) != (rung == "persistent")):
         raise ValueError(f"rung {rung!r} with {'no heaps' if W is None else 'heaps'}: mega has both, ranks has heaps")
     tiles, apart = tiles_for(problem)
@@ -615,13 +650,27 @@ def beside_one_launch(machine: Machine, problem: Problem, share: Share, directio
     first = machine.plan_and_schedule if direction == "forward" else machine.schedule
     if problem.tokens_per_rank:
         first += _publishing(machine, problem, share, direction)
+    if problem.precision != "bf16":
+        first += _quantising(machine, problem, share, direction)
     return first + 2 * machine.launch + _flags(machine, share)
 
 
 def _publishing(machine: Machine, p: Problem, share: Share, direction: str) -> float:
     """Each rank copies its tokens into its heap, and backward dy as well."""
-    copies = 1 if direction == "forward" else 2
-    return copies * 2 * sum(share.tokens_of_rank) * p.H * p.dtype.itemsize / machine.memory
+    return 2 * sum(share.tokens_of_rank) * row_of(p, direction).pulled / machine.memory
+
+
+def _quantising(machine: Machine, p: Problem, share: Share, direction: str) -> float:
+    """Launches before the one that does the work: weights are read, and their codes written, in backward transposed; so
+    is x before forward publishes it."""
+    size, IH = p.dtype.itemsize, p.I * p.H * len(share.rows)
+    if direction == "forward":
+        if not p.token_scales:
+            return 0.0
+        moved = 3 * IH * (size + 1) + sum(share.tokens_of_rank) * p.H * (size + CODE)
+        return moved / machine.memory + 3 * machine.launch
+    codes = 5 if p.precision == "fp8" else 3  # where pre is made again, gate_up's as they are too
+    return IH * (3 * size + codes) / machine.memory + 2 * machine.launch
 
 
 def _flags(machine: Machine, share: Share) -> float:

@@ -447,6 +447,35 @@ def test_doctor_says_what_ranks_take(capsys):
     assert f"{rows * (2 * 1024 + 5 * 512) * 2 / 2**20:.1f} MiB" in numbers["backward"]
 
 
+@pytest.mark.parametrize(
+    "precision, forward, backward, weights",
+    [("fp8", 1024 + 512, 4 * 1024 + 5 * 512, (3, 5)), ("fp8_bwd", None, 3 * 1024 + 5 * 512, (3,))],
+)
+def test_doctor_says_what_ranks_take_in_8_bits(precision, forward, backward, weights, capsys):
+    """By hand: a code is a byte, 128 of them have a scale of four. What is not codes has two bytes an element."""
+    _, in_16, _ = run(capsys, "doctor", "--ranks", "2", "--shape", "1024,1024,512,4,2", "--device", "cpu")
+    arguments = ("--ranks", "2", "--shape", "1024,1024,512,4,2", "--precision", precision, "--device", "cpu")
+    code, out, _ = run(capsys, "doctor", *arguments)
+    assert code == 0 and f"bfloat16, products in {precision}" in out
+    lines, before = ({line[:20].strip(): line for line in text.splitlines()} for text in (out, in_16))
+    rows, code, pre = 2560 + 2 * 128, 1 + 4 / 128, 2560 * 2 * 512 * 2
+    as_it_is = 0 if forward else rows * 1024 * 2  # x, with which pre is made again as forward made it
+    assert f"{(rows * backward * code + as_it_is + pre) / 2**20:.1f} MiB" in lines["backward"]
+    heap = lambda of: float(of["heap of a rank"].split()[4])
+    published = 2 * 1024 * 1024 * code / 2**20 if forward else 0.0
+    assert heap(lines) - heap(before) == pytest.approx(published, abs=0.2)
+    assert lines["forward"] == before["forward"] if not forward else f"{rows * forward * code / 2**20:.1f} MiB" in out
+    for direction, of_expert in zip(("backward", "forward"), reversed(weights)):
+        size = of_expert * 1024 * 512 * 2 * (1 + 4 / 128**2)
+        assert f"{size / 2**20:.1f} MiB    {of_expert} I H of each expert" in lines[f"as codes, {direction}"]
+
+
+@pytest.mark.parametrize("command", ["doctor", "predict"])
+def test_a_precision_that_no_rung_has_over_ranks_is_refused(command, capsys):
+    code, _, err = run(capsys, command, "--ranks", "2", "--precision", "mxfp8")
+    assert code == 2 and '--precision mxfp8: stage "mega" has no products in mxfp8' in err
+
+
 @pytest.mark.parametrize("arguments", [("--shape", "tiny"), ("--ranks", "3", "--shape", "tiny"), ("--ranks", "0")])
 def test_doctor_refuses_ranks_that_cannot_be(arguments, capsys):
     code, _, err = run(capsys, "doctor", *arguments, "--device", "cpu")

@@ -3,7 +3,7 @@
 import json
 import re
 from dataclasses import replace
-from math import comb
+from math import ceil, comb
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from mega_moe.kernels.blocks import blocks_of_target
 from mega_moe.kernels.schedule import backward_work, forward_work
 from mega_moe.predict import H200, NETWORK, PULL, PUSH, Machine, Span, Ticket, Ways, along, on_one_gpu, over_links, play
 from mega_moe.schedule import KIND, KINDS, Work, schedule
-from mega_moe.shapes import PRESETS, Need, Problem
+from mega_moe.shapes import PRECISIONS, PRESETS, Need, Problem
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = [*sorted(ROOT.glob("docs/results/*.json")), *sorted(ROOT.glob("docs/results/one-gpu/*.json"))]
@@ -194,6 +194,27 @@ def test_every_row_that_leaves_its_rank_travels_once_each_way(direction, stage):
     assert over_links(p, 8, direction, stage).links == pytest.approx(expected)
 
 
+def test_in_8_bits_forward_pulls_codes():
+    """A byte an element and four for each 128; all else travels as in 16 bits. And what is stored counts: backward's
+    rows as codes, twice."""
+    p, there = LAYER, predict.ways(H200, 8)
+    share = predict.busiest(p.T, p.E, p.K, 8, "random", 0, 128, there, False)
+    far = share.row_start[-1] * 7 / 8
+    links = {precision: over_links(p.at(precision=precision), 8, "forward").links for precision in PRECISIONS[:3]}
+    pulled = p.H * p.dtype.itemsize - (p.H + 4 * ceil(p.H / 128))
+    assert links["bf16"] - links["fp8"] == pytest.approx(1e3 * far * pulled / 315e9)
+    assert links["bf16"] == links["fp8_bwd"]
+    backward = [over_links(p.at(precision=precision), 8, "backward") for precision in PRECISIONS[:3]]
+    assert len({one.links for one in backward}) == 1
+    stored = [predict.row_of(p.at(precision=precision), "backward").stored for precision in PRECISIONS[:3]]
+    assert stored == [4 * p.H, 4 * p.H * (1 + 1 / 32), 3 * p.H * (1 + 1 / 32) + 2 * p.H]
+    for refused, rung in (("mxfp8", "mega"), ("fp8", "ranks")):
+        with pytest.raises(ValueError, match=f'stage "{rung}" has no products in {refused}'):
+            over_links(p.at(precision=refused), 8, "forward", rung)
+    with pytest.raises(ValueError, match="fp8 is predicted over links alone"):
+        on_one_gpu(p.at(precision="fp8"), "forward")
+
+
 def test_the_rank_with_most_row_blocks_is_played():
     p = LAYER
     share = predict.busiest(p.T, p.E, p.K, 8, "zipf", 0, 128, predict.ways(H200, 8), False)
@@ -290,7 +311,7 @@ def test_the_command_prints_json(capsys):
     expected = over_links(LAYER, 4, "forward", group=4, mixed=False, dedup=True)
     assert told["predictions"][0] == {"W": 4} | expected.as_json()
     assert Machine(**told["machine"]).programs == H200.programs
-    assert told["problem"] == dict(T=2048, H=1024, I=512, E=32, K=4, save="inputs") | dict(
+    assert told["problem"] == dict(T=2048, H=1024, I=512, E=32, K=4, save="inputs", precision="bf16") | dict(
         rung="mega", routing="random", seed=0, group=4, mixed=False, dedup=True
     )
 
