@@ -109,7 +109,7 @@ class AllToAll(Heaps):
 
     def facts(self, K: int) -> dict[str, int]:
         """There is no limit to the rows of a rank: they are counted before they travel."""
-        return dict(ranks=self.ranks, max_rows=0)
+        return dict(ranks=self.ranks)
 
     def exchange(
         self, header: list[int], counts: Tensor, of_call: Tensor | None = None

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 
 from .kernels.blocks import Mega, Persistent, Strips, WeightGrad, blocks_of_target, nearest
-from .kernels.schedule import backward_work, forward_work
+from .kernels.schedule import backward_work, forward_work, group_over_ranks
 from .registry import stage
 from .routing import plan
 from .samples import random_inputs
@@ -633,6 +633,8 @@ def _one_launch(
 ) -> Prediction:
     """Over heaps if the problem has tokens_per_rank."""
     p, work = problem, work_of_launch(problem, tiles, direction)
+    if not group and p.W > 1:
+        group = group_over_ranks(p, work, tiles, machine.programs)  # and not for the programs of where this runs
     work = replace(work, group=group or work.group, mixed=work.mixed and mixed)
     played = play(tickets_of(machine, p, tiles, work, share, direction), machine)
     return _prediction(machine, direction, played, beside_one_launch(machine, p, share, direction))

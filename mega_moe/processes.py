@@ -327,7 +327,8 @@ class ProcessHeaps(Heaps):
         self._kept: dict[tuple[Layout, torch.device], tuple[Common, Tensor, Tensor]] = {}
 
     def facts(self, K: int) -> dict[str, int]:
-        return dict(ranks=self.ranks, max_rows=self.max_rows or self.ranks * self.max_tokens * K)
+        max_rows = self.max_rows or self.ranks * self.max_tokens * K
+        return dict(ranks=self.ranks, max_rows=max_rows, max_tokens=self.max_tokens)
 
     def memory(self, problem: Problem, weights_dtype: torch.dtype, parts: int, device: torch.device) -> Memory:
         """The heaps for this kind of layer. At its first call collective: all ranks come with the same layer, or all

@@ -39,6 +39,7 @@ class Problem:
             () without.
         ranks: how many there are, where each has a process of its own; 0: all of them are in this one.
         max_rows: the most rows that the experts of this process may receive; 0: T*K, for nobody else sends any.
+        max_tokens: the most tokens that a rank may have in a call over these heaps; 0: as many as it has.
     """
 
     T: int
@@ -56,6 +57,7 @@ class Problem:
     tokens_per_rank: tuple[int, ...] = ()
     ranks: int = 0
     max_rows: int = 0
+    max_tokens: int = 0
 
     @property
     def R(self) -> int:

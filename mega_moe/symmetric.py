@@ -273,7 +273,7 @@ class Heaps:
 
     def facts(self, K: int) -> dict[str, int]:
         """What a `Problem` over these heaps must say of them, with K routes a token."""
-        return dict(ranks=0, max_rows=0)
+        return dict(max_tokens=self.max_tokens)
 
     def token_start(self, tokens_per_rank: tuple[int, ...], device: torch.device) -> Tensor:
         """(ranks here + 1,) int32 on the device: where each rank's tokens begin. Made once for each distribution,

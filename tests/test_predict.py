@@ -263,6 +263,13 @@ def test_mixing_lets_rows_travel_while_others_are_multiplied(direction):
     assert mixed == over_links(p, 4, direction) == over_links(p, 4, direction, group=2)
 
 
+def test_groups_grow_where_tokens_are_few():
+    """To within 6 % of the best group; two, as for many tokens, would be far off."""
+    p = PRESETS["qwen3-30b-a3b"].at(T=512, device="cpu", save="inputs")
+    took = {group: over_links(p, 4, "forward", group=group).ms for group in (2, 4, 8, 16)}
+    assert over_links(p, 4, "forward").ms < 1.06 * min(took.values()) < 0.7 * took[2]
+
+
 def test_deduplication_fetches_a_token_once_a_rank():
     """Of K = 8 experts of 128, drawn without repetition, a rank of eight has one or more with a probability of
     1 - C(112, 8) / C(128, 8): a token goes to 5.3 ranks on average, not 8 times."""

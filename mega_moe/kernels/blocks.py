@@ -131,8 +131,8 @@ class Mega(Persistent):
         pull: what a dispatch tile pulls at a time: BLOCK_R rows of its block, BLOCK_N columns.
         group: experts whose tiles of one step stand together in the schedule. The next step of a group is one group
             behind, so that it need not wait.
-        group_over_ranks: the same where rows come from other ranks: fewer, so that little has to arrive before the
-            first tile is multiplied.
+        group_over_ranks: the same where rows come from other ranks, at least: fewer, so that little has to arrive
+            before the first tile is multiplied.
         ahead: weight-gradient tiles before the first combine tile of backward.
     """
 

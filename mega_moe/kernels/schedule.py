@@ -581,12 +581,33 @@ def backward_work(problem: Problem, tiles: Mega, need: Need, recompute: bool) ->
 
 
 def over_ranks(work: Work, problem: Problem, tiles: Mega) -> Work:
-    """The same work where rows come through heaps. If they come from other ranks, groups are small, and two at least,
-    so that rows of one travel while those of the other are multiplied."""
+    """The same work where rows come through heaps."""
+    work = with_dispatch(work)
     if problem.W == 1:
-        return with_dispatch(work)
-    L = problem.E // problem.W
-    return replace(with_dispatch(work), group=min(tiles.group_over_ranks, max(L // 2, 1)))
+        return work
+    return replace(work, group=group_over_ranks(problem, work, tiles, programs(tiles.gate_up)))
+
+
+TILES_A_PROGRAM = 3.5
+"""Of a turn, at least. With fewer, programs wait for tiles that are still being done. By the model of time groups that
+are chosen so are at most 6 % slower than the best ones, and half a per cent on average (docs/scaling.md)."""
+
+
+def group_over_ranks(problem: Problem, work: Work, tiles: Mega, programs: int) -> int:
+    """Experts of a group where rows come from other ranks: two, that little has to arrive before the first tile is
+    multiplied, or 4, 8, 16, ... until a turn has tiles enough; and two groups at least, so that rows of one travel
+    while those of the other are multiplied.
+
+    It follows from how many tokens ranks may have, not from how many they bring: all ranks have the same, and a number
+    that changed from call to call would have kernels compiled anew.
+    """
+    p, L = problem, problem.E // problem.W
+    routes = (p.max_tokens or max(p.tokens_per_rank)) * p.K  # as many rows as a rank gets, if all get as many
+    of_expert = triton.cdiv(triton.cdiv(routes, L), work.BLOCK_R) * sum(phase.strips for phase in work.phases)
+    group = tiles.group_over_ranks
+    while group * of_expert * len(p.tokens_per_rank) < TILES_A_PROGRAM * programs and group < L:
+        group *= 2
+    return min(group, max(L // 2, 1))
 
 
 def strips(kind: str, N: int, tile: Strips) -> Phase:
