@@ -11,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-.PHONY: demo test lint docs docs-build bench clean
+.PHONY: demo test lint docs docs-build bench ranks clean
 
 demo: $(STAMP)
 	$(BIN)/mega-moe ladder
@@ -36,6 +36,13 @@ docs-build: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/mega-moe bench
+
+# A process for each GPU of this host, and their record into docs/results.md. Fewer of them: `make ranks GPUS=2`.
+GPUS ?= gpu
+
+ranks: $(STAMP)
+	$(BIN)/torchrun --standalone --nproc-per-node=$(GPUS) -m mega_moe.ranks_check --json build/ranks.json
+	$(BIN)/python docs/render_results.py build/ranks.json
 
 clean:
 	rm -rf $(VENV) build site .pytest_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks

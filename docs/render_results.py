@@ -217,6 +217,7 @@ def over_gpus(record: dict) -> str:
             traced = parts.get(f"trace {shape}", {}).get("facts", {})
             lines += [f"### {shape} over {record['ranks']} GPUs", _times_over_gpus(part["facts"])]
             lines.append(_exchange_over_gpus(part["facts"]["exchange"], traced))
+            lines.append(_beside_the_model(parts.get("predicted", {}).get("facts", {}).get(shape, {})))
     return "\n\n".join(line for line in lines if line)
 
 
@@ -272,6 +273,26 @@ def _exchange_over_gpus(exchange: dict, traced: dict) -> str:
         "time that so does not show; and the share of the exchange during which others multiply, by the trace of one "
         "launch."
     )
+    return f"{caption}\n\n{_markdown(header, lines)}"
+
+
+def _beside_the_model(predicted: dict) -> str:
+    """What `ranks_check` has found beside what mega_moe.predict says, by rung and direction; nothing without times."""
+    lines, published = [], {}
+    for rung, directions in predicted.items():
+        for direction, its in directions.items():
+            ms, took = its["predicted_ms"], its["measured_ms"]
+            if took and "bound" in its:
+                numbers = [f"{took:.2f}", f"{ms:.2f}", f"{ms / took - 1:+.0%}", f"{its['products']:.2f}"]
+                lines.append([f"{rung}: {direction}", *numbers, f"{its['links']:.2f}", its["bound"]])
+            if its.get("published_ms"):
+                published[direction] = f"{its['published_ms']:.1f} {direction}"
+    if not lines:
+        return ""
+    header = ["", "measured, ms", "predicted, ms", "", "products alone, ms", "links alone, ms", "bound by"]
+    caption = "Over heaps, beside what [the model](scaling.md) says of as many H200s, and what it is that bounds them."
+    if published:
+        caption += f" Prime Mega MoE, as published: {', '.join(published.values())}, in ms."
     return f"{caption}\n\n{_markdown(header, lines)}"
 
 

@@ -594,6 +594,9 @@ def over_two_gpus(*names: str, device: str = "NVIDIA H200", date: str = "2026-12
     ms = lambda *three: dict(zip(("forward", "backward", "2 x forward + backward"), three))
     row = lambda name, off, *three: dict(name=name, failure=None, off=off, ms=ms(*three), spread=ms(0.02, 0.04, 0.06))
     shown = dict(bytes=500_000_000, gb_per_s=125.0, links_ms=2.0, shown_ms=0.5, hidden=0.75)
+    model = lambda took: dict(
+        predicted_ms=3.5, measured_ms=took, products=2.75, links=3.0, bound="links", published_ms=3.9
+    )
     unknown = dict(bytes=700_000_000, gb_per_s=None, links_ms=None, shown_ms=None, hidden=None)
     facts = {
         "machine": dict(devices=[device] * 2, nccl="2.28.9", bytes_per_s=230e9),
@@ -608,6 +611,7 @@ def over_two_gpus(*names: str, device: str = "NVIDIA H200", date: str = "2026-12
             exchange=dict(forward=shown, backward=unknown),
         ),
         "trace qwen3-30b-a3b": dict(forward=dict(hidden=0.9), backward=dict(hidden=0.95)),
+        "predicted": {"qwen3-30b-a3b": dict(ranks=dict(forward=model(None)), mega=dict(forward=model(4.0)))},
     }
     parts = [dict(name=n, passed=True, seconds=1.0, failure=None, line=f"{n} went well", facts=facts[n]) for n in names]
     return dict(machine=dict(device=device, torch="2.11.0", date=date), ranks=2, passed=True, parts=parts)
@@ -624,7 +628,7 @@ def test_a_report_over_ranks_becomes_a_record_and_tables(tmp_path):
     """16 ms is twice as fast as 32; the worst of what eager torch is off is 0.006."""
     one, two = (
         over_two_gpus("machine", "stress"),
-        over_two_gpus("machine", "times qwen3-30b-a3b", "trace qwen3-30b-a3b"),
+        over_two_gpus("machine", "times qwen3-30b-a3b", "trace qwen3-30b-a3b", "predicted"),
     )
     one["parts"].append(dict(two["parts"][1], passed=False))  # began there, and passed in the other
     path = render_results.save_ranks(one, two, folder=tmp_path)
@@ -641,7 +645,11 @@ def test_a_report_over_ranks_becomes_a_record_and_tables(tmp_path):
         ["**mega, heaps**", "4.00 ± 0.02", "8.00 ± 0.04", "16.00 ± 0.06", "2.00", "equal"],
     ]
     _, _, *exchange = cells(text.split("The exchange of mega")[1])
-    assert exchange == [["forward", "500", "125", "2.00", "0.50", "75%", "90%"]]
+    assert exchange[0] == ["forward", "500", "125", "2.00", "0.50", "75%", "90%"]
+    _, beside = text.split("The exchange of mega")[1].split("Over heaps, beside")
+    assert "Prime Mega MoE, as published: 3.9 forward, in ms." in beside
+    _, _, *model = cells(beside)
+    assert model == [["mega: forward", "4.00", "3.50", "-12%", "2.75", "3.00", "links"]]
 
 
 def test_the_newest_record_of_each_number_of_gpus_is_shown(tmp_path):

@@ -190,6 +190,7 @@ class Check:
         """The report, by rank 0: what stands at its top, whether all passed, and each part."""
         if self.node.rank == 0 and self.report:
             whole = self.about | {"passed": self.passed, "parts": [vars(part) for part in self.parts]}
+            self.report.parent.mkdir(parents=True, exist_ok=True)
             self.report.write_text(json.dumps(whole, indent=2) + "\n")
 
 

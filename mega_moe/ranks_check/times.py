@@ -297,22 +297,27 @@ def traces(node: Node, group: ProcessGroup, problem: Problem) -> tuple[str, dict
 def predicted(
     node: Node, group: ProcessGroup, shapes: dict[str, Problem], measured: dict[str, dict]
 ) -> tuple[str, dict]:
-    """What mega_moe.predict says of the rungs over heaps on H200s, beside what was measured. Ranks share the work."""
+    """What mega_moe.predict says of the rungs over heaps on H200s, and what bounds them, beside what was measured; and
+    what others have published of eight. Ranks share the work."""
     from .. import predict  # which needs Triton
 
     jobs = [(shape, rung, d) for shape in shapes for rung in ("ranks", "mega") for d in DIRECTIONS]
     mine = {
-        job: predict.over_links(shapes[job[0]].at(save="inputs"), node.W, job[2], job[1]).ms
+        job: predict.over_links(shapes[job[0]].at(save="inputs"), node.W, job[2], job[1]).as_json()
         for job in jobs[node.rank :: node.W]
     }
-    all_of_them = {job: ms for some in node.gather(mine) for job, ms in some.items()}
+    all_of_them = {job: its for some in node.gather(mine) for job, its in some.items()}
     found, said = {}, []
     for shape, rung, direction in jobs:
-        ms = all_of_them[shape, rung, direction]
+        its = all_of_them[shape, rung, direction]
+        ms = its["ms"]
         rows = measured.get(shape, {}).get("rows", [])
         took = next((row["ms"].get(direction) for row in rows if row["name"] == f"{rung}, heaps"), None)
         took = took if node.on_gpu else None
-        found.setdefault(shape, {}).setdefault(rung, {})[direction] = dict(predicted_ms=ms, measured_ms=took)
+        facts = dict(predicted_ms=ms, measured_ms=took, **{name: its[name] for name in ("products", "links", "bound")})
+        if node.W == 8:
+            facts["published_ms"] = predict.PUBLISHED.get((shape, direction))
+        found.setdefault(shape, {}).setdefault(rung, {})[direction] = facts
         beside = f"{took:9.2f} measured {ms / took - 1:+8.1%}" if took else ""
         said.append(f"  {shape:18} {rung:6} {direction:9}{ms:9.2f} predicted{beside}")
     return "\n" + "\n".join(said), found

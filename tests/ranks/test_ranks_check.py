@@ -80,7 +80,9 @@ def test_the_whole_program_on_a_cpu(tmp_path):
         assert trace["direction"] == direction and trace["problem"]["W"] == 2 and trace["tiles"] > 0
         assert sum(trace["shares"].values()) == pytest.approx(1)
     predicted = parts["predicted"]["facts"][SHAPE]
-    assert all(predicted[rung][direction]["predicted_ms"] > 0 for rung in predicted for direction in predicted[rung])
+    told = [facts for directions in predicted.values() for facts in directions.values()]
+    assert len(told) == 4 and all(facts["predicted_ms"] >= max(facts["products"], facts["links"]) > 0 for facts in told)
+    assert all(facts["bound"] and facts["measured_ms"] is None and "published_ms" not in facts for facts in told)
 
 
 # What is wrong is found.
@@ -143,7 +145,7 @@ def test_a_part_that_fails_on_one_rank_fails_on_all_and_the_next_begins(tmp_path
     def work(rank: int) -> list:
         hosts = dist.new_group(backend="gloo")
         node = Node(rank, 2, torch.device("cpu"), hosts)
-        check = Check(node, 60, tmp_path / "report.json", dict(ranks=2))
+        check = Check(node, 60, tmp_path / "build" / "report.json", dict(ranks=2))
 
         def fails(group: dist.ProcessGroup) -> tuple[str, dict]:
             if rank == 1:
@@ -167,7 +169,7 @@ def test_a_part_that_fails_on_one_rank_fails_on_all_and_the_next_begins(tmp_path
     assert first["line"] == ""
     assert second["passed"] and second["line"] == "2 ranks" and second["facts"] == dict(ranks=[0, 1])
     assert not third["passed"] and third["failure"] == "not run: no time was left for it"
-    report = json.loads((tmp_path / "report.json").read_text())
+    report = json.loads((tmp_path / "build" / "report.json").read_text())
     assert report["passed"] is False and [part["name"] for part in report["parts"]] == ["first", "second", "third"]
 
 
