@@ -205,7 +205,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
     shape = arguments.shape or "qwen3-30b-a3b"
     problem = _shape(shape).at(device=device, precision=arguments.precision)
     _check_ranks(arguments.ranks, problem.E)
-    _check_precision_over_ranks("mega", arguments.precision)
+    if reason := stage("mega").why_not_in(problem.precision, over_ranks=True):
+        raise Refused(f"--precision {problem.precision}: {reason}")
     print(doctor.sizes_over_ranks(problem, arguments.ranks, shape))
     return 0
 
@@ -322,11 +323,6 @@ def _check_ranks(W: int, E: int) -> None:
         raise Refused(f"--ranks {W}: the ranks share {E} experts evenly, so give a divisor of {E}")
 
 
-def _check_precision_over_ranks(rung: str, precision: str) -> None:
-    if reason := stage(rung).why_not_in(precision, over_ranks=True):
-        raise Refused(f"--precision {precision}: {reason}")
-
-
 def _shape(text: str) -> Problem:
     if text in PRESETS:
         return PRESETS[text]
@@ -430,7 +426,6 @@ def _predict(arguments: argparse.Namespace) -> int:
         return 0
     shape = arguments.shape
     problem = _shape(shape).at(save=arguments.save, precision=arguments.precision, device="cpu")
-    _check_precision_over_ranks(arguments.rung, problem.precision)
     if problem.T < 1:
         raise Refused(f"--shape {shape}: T must be at least 1")
     for name in ("group", "domain"):
@@ -441,10 +436,12 @@ def _predict(arguments: argparse.Namespace) -> int:
     machine = predict.H200.at(domain=arguments.domain) if arguments.domain else predict.H200
     names = ("rung", "routing", "seed", "group", "dedup")
     facts = {name: getattr(arguments, name) for name in names} | {"mixed": not arguments.unmixed}
-    predictions = {
-        W: [predict.over_links(problem, W, direction, machine=machine, **facts) for direction in DIRECTIONS]
-        for W in ([arguments.ranks] if arguments.ranks else predict.numbers_of_ranks(problem.E))
-    }
+    numbers = [arguments.ranks] if arguments.ranks else predict.numbers_of_ranks(problem.E)
+    predicted = lambda W, direction: predict.over_links(problem, W, direction, machine=machine, **facts)
+    try:
+        predictions = {W: [predicted(W, direction) for direction in DIRECTIONS] for W in numbers}
+    except ValueError as error:
+        raise Refused(f"--precision {problem.precision}: {error}") from error
     if arguments.json:
         asked = {letter: getattr(problem, letter) for letter in "THIEK"}
         asked |= {"save": problem.save, "precision": problem.precision} | facts

@@ -577,11 +577,13 @@ def over_links(
     as many as the kernels have. mixed: False: as if the phases of a turn stood one behind the other. dedup: as if
     dispatch fetched a token once for each rank that has any of its experts.
 
-    Raises ValueError for other rungs, for a precision that the rung has no products in over ranks, and where W does not
+    Raises ValueError for other rungs, for 8 bits in "ranks" and what "mega" has no products in, and where W does not
     divide E.
     """
-    if rung in RUNGS and (reason := stage(rung).why_not_in(problem.precision, over_ranks=True)):
+    if rung == "mega" and (reason := stage(rung).why_not_in(problem.precision, over_ranks=True)):
         raise ValueError(reason)
+    if rung == "ranks" and problem.precision != "bf16":
+        raise ValueError(f"launches apart are not predicted in {problem.precision}")
     if problem.E % W:
         raise ValueError(f"{problem.E} experts cannot be shared evenly by {W} ranks: W must divide E")
     tiles, apart = tiles_for(problem)

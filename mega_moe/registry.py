@@ -89,6 +89,7 @@ LADDER = (
         "experts over ranks: rows are pulled from peers, and pushed to their owners",
         over_ranks=True,
         resident=True,
+        precisions=PRECISIONS,
     ),
     Rung(
         "mega",

@@ -471,9 +471,11 @@ def test_doctor_says_what_ranks_take_in_8_bits(precision, forward, backward, wei
 
 
 @pytest.mark.parametrize("command", ["doctor", "predict"])
-def test_a_precision_that_no_rung_has_over_ranks_is_refused(command, capsys):
+def test_a_precision_that_is_not_there_over_ranks_is_refused(command, capsys):
     code, _, err = run(capsys, command, "--ranks", "2", "--precision", "mxfp8")
     assert code == 2 and '--precision mxfp8: stage "mega" has no products in mxfp8' in err
+    code, _, err = run(capsys, "predict", "--ranks", "2", "--rung", "ranks", "--precision", "fp8")
+    assert code == 2 and "--precision fp8: launches apart are not predicted in fp8" in err
 
 
 @pytest.mark.parametrize("arguments", [("--shape", "tiny"), ("--ranks", "3", "--shape", "tiny"), ("--ranks", "0")])

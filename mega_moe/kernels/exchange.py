@@ -8,6 +8,7 @@ Where ranks cannot reach each other's memory, all_to_all carries the same rows (
 either way the same verbs.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,7 @@ from .blocks import blocks_for, launch_options
 from .combine import combine, dispatch_backward
 from .meet import home_of_token, in_heap, meet, rows_in_heap
 from .plan import plan as make_plan
+from .quantize import Quantised
 from .signal import arrive, has_failed, wait_for_ranks
 from .tile import nan_if, narrow
 
@@ -121,7 +123,9 @@ def pull_kernel(
     columns = tl.where(tl.max(live.to(tl.int32)) > 0, H, 0)  # most blocks are empty where few of max_rows have come
     for start in range(0, columns, BLOCK_N):
         h = start + tl.arange(0, BLOCK_N)
-        rows = nan_if(failed, pull_tile(heaps_ptr, home, token, live, h, to_view, buffer, max_tokens, dtype, H))
+        rows = pull_tile(heaps_ptr, home, token, live, h, to_view, buffer, max_tokens, dtype, H)
+        if dtype.primitive_bitwidth > 8:  # codes are as much as their scales
+            rows = nan_if(failed, rows)
         tl.store(rows_ptr + r.to(tl.int64)[:, None] * H + h[None, :], rows, mask=live[:, None] & (h < H)[None, :])
 
     if weights_ptr is not None:
@@ -286,6 +290,13 @@ class ThroughHeaps:
         """The rows of x or dy (by name) for the experts here, (R, H), and if wanted their router weights (R, 1)."""
         return pull(name, weights, self.problem, self.memory, self.plan)
 
+    def pull_x(self, quantise: Callable) -> Tensor | Quantised:
+        """The rows of x as forward's products read them: codes where these are published, or what `quantise` makes."""
+        if not self.problem.token_scales:
+            return quantise(self.pull("x")[0])
+        codes, scales = (self.pull(name)[0] for name in ("x_codes", "x_scales"))
+        return Quantised(codes, scales, self.problem.dtype)
+
     def combine(self, out: Tensor) -> Tensor:
         """out (R, 1, H), to whom it belongs; what came back, summed: y (T, H)."""
         y = self.inputs.x.new_empty(self.inputs.x.shape)
@@ -337,6 +348,10 @@ class ByAllToAll:
         rows = self.exchange.dispatch(dict(x=self.inputs.x, dy=self.dy)[name][token])
         return rows, self.exchange.dispatch(self.inputs.topk_weights[token, slot][:, None]) if weights else None
 
+    def pull_x(self, quantise: Callable) -> Tensor | Quantised:
+        """As ThroughHeaps.pull_x. Rows travel as they are."""
+        return quantise(self.pull("x")[0])
+
     def combine(self, out: Tensor) -> Tensor:
         """As ThroughHeaps.combine."""
         return combine(self.exchange.give_back(out.flatten(1)), self.inputs.topk_weights, self.plan)
@@ -373,9 +388,11 @@ def as_tokens(row_start: Tensor, R: int) -> Plan:
 
 
 def pull(name: str, weights: bool, problem: Problem, memory: Memory, plan: Plan) -> tuple[Tensor, Tensor | None]:
-    """The published rows of x or dy (by name) in the order of the plan, (R, H), and their router weights (R, 1)."""
+    """The published rows of x or dy (by name), or of x's codes or scales, in the order of the plan, (R, H), and their
+    router weights (R, 1)."""
     p, layout, at = problem, memory.layout, memory.layout.offsets()
-    rows = torch.empty(p.R, p.H, dtype=p.dtype, device=memory.heaps.device)
+    view = layout.views()[name]
+    rows = torch.empty(p.R, view.shape[-1], dtype=view.dtype, device=memory.heaps.device)
     weight_of_row = rows.new_empty(p.R, 1, dtype=layout.weights_dtype) if weights else None
     tile = blocks_for(p.dtype).elementwise
     if p.R:
@@ -392,7 +409,7 @@ def pull(name: str, weights: bool, problem: Problem, memory: Memory, plan: Plan)
             at["topk_weights"],
             CALL=at["call"],
             PAGE=at["page"],
-            H=p.H,
+            H=view.shape[-1],
             K=p.K,
             **launch_options(tile),
         )

@@ -1,6 +1,7 @@
 """What a precision decides: the launches that multiply, their tiles, and what makes their operands of tensors.
 
-Rung persistent walks through the same steps in every precision, with the products of one of these for each direction.
+Rungs persistent and ranks walk through the same steps in every precision, with the products of one of these for each
+direction.
 """
 
 from collections.abc import Callable

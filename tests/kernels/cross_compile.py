@@ -213,7 +213,7 @@ def forms(target: str, problem: Problem, rare: bool = False) -> list[Form]:
             # One launch of codes takes a minute to compile: its fullest form on one rank stands for the others.
             fullest = precision == "fp8" and save == "inputs"
             over_ranks = rung.over_ranks and common and (rare or save == "inputs")  # the default there
-            alone = rung.needs_triton and (common or fullest or rung.name != "mega")
+            alone = rung.needs_triton and (common or fullest or not rung.over_ranks)  # ranks multiplies as persistent
             able = (alone, over_ranks, over_ranks)
             for over, which in itertools.compress(zip(OVER, (problem, over_heaps, as_process)), able):
                 JITFunction.run = recorder(launched, rare=need != Need(), over=over)

@@ -15,7 +15,8 @@ from mega_moe import LocalHeaps
 from mega_moe.kernels.meet import meet
 from mega_moe.kernels.quantize import quantise_rows
 from mega_moe.registry import stage
-from mega_moe.shapes import SAVES, Grads, Inputs, Need, Problem
+from mega_moe.shapes import PRECISIONS, SAVES, Grads, Inputs, Need, Problem
+from mega_moe.symmetric import STATE, TIMED_OUT
 
 MEGA = stage("mega")
 
@@ -59,6 +60,38 @@ def test_a_process_for_each_rank(precision, tmp_path, poison):
 
     got = together(on_ranks(2, work, tmp_path))
     assert_same(got, on_one_rank(problem.at(precision=precision), inputs, dy))
+
+
+@on_cpu
+@no_fork_warning
+@pytest.mark.parametrize("precision", PRECISIONS[1:])
+def test_launches_apart_compute_the_same(precision, tmp_path, poison):
+    """A process for each rank: through heaps, in which fp8's rows are codes, and by all_to_all, which sends them as
+    they are. Pre is made again, of codes where forward read them."""
+    problem, inputs, dy = layer(T=7, E=2, H=40, I=17)
+    expected = on_one_rank(problem.at(precision=precision), inputs, dy)
+    assert not same_bits(expected[1].dx, on_one_rank(problem, inputs, dy)[1].dx)
+
+    def work(rank: int) -> list[tuple[Tensor, Grads]]:
+        mine, options = share(inputs, dy, (1, 6), rank), dict(group=dist.group.WORLD, precision=precision)
+        return [train(stage("ranks"), *mine, heap=heap, **options) for heap in (None, "all_to_all")]
+
+    for results in zip(*on_ranks(2, work, tmp_path), strict=True):
+        assert_same(together(list(results)), expected)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS[1:])
+def test_rows_that_did_not_come_leave_nan_apart_too(precision, poison):
+    """Codes cannot all be NaN; their scales can."""
+    problem, inputs, dy = layer([[0, 1], [1, 0], [1, 1]], I=16, E=2)
+    heap, ranks = LocalHeaps(1, 4), stage("ranks")
+    problem = problem.at(precision=precision, save="inputs", heap=heap.key, tokens_per_rank=(3,))
+    _, saved = ranks.forward(problem, inputs)
+    for page in heap.pages:
+        page[STATE] = TIMED_OUT  # a peer says so
+    y, _ = ranks.forward(problem, inputs)
+    grads = ranks.backward(problem, inputs, saved, dy, Need())
+    assert y.isnan().all() and all(grad.isnan().all() for grad in grads.tensors())
 
 
 def test_exactly_the_gradients_that_are_needed(poison):
