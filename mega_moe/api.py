@@ -237,6 +237,8 @@ def check_ranks(
             raise ValueError(
                 f"the group has {group.size()} ranks, and the heaps {heap.ranks}: make them for this group"
             )
+        if group is not None and not torch.compiler.is_compiling():
+            processes.refuse_another_group(group, heap)
         if T > heap.max_tokens:
             raise ValueError(
                 f"x holds {T} tokens, and the heaps max_tokens = {heap.max_tokens} of a rank: make larger ones, on all "

@@ -322,6 +322,7 @@ class ProcessHeaps(Heaps):
         told = meeting_of(group, timeout_s).share(prepare)
         refuse_differences([of_rank["facts"] for of_rank in told])
         self.max_rows, self.group_name = max_rows, group.group_name
+        self.members = dist.get_process_group_ranks(group)
         prefix = f"mega_moe heaps {told[0]['name']}"
         self.meeting = Meeting(PrefixStore(prefix, group.get_group_store()), self.first, self.ranks, timeout_s)
         self._kept: dict[tuple[Layout, torch.device], tuple[Common, Tensor, Tensor]] = {}
@@ -401,6 +402,16 @@ def write_message(page: Tensor, message: str, rank: int) -> None:
     page[RANK].fill_(rank)
     page[MESSAGE:].copy_(torch.frombuffer(bytearray(text), dtype=torch.int64))
     page[STATE].fill_(SAID)
+
+
+def refuse_another_group(group: ProcessGroup, heaps: ProcessHeaps) -> None:
+    """Raise ValueError for heaps that were made for other ranks than the group's: as many may be in another group that
+    this process is in as well, and a layer would be computed with these."""
+    if group.group_name != heaps.group_name and dist.get_process_group_ranks(group) != heaps.members:
+        raise ValueError(
+            f"the group has the ranks {dist.get_process_group_ranks(group)}, and the heaps were made for "
+            f"{heaps.members}: pass the group's own, or leave group= out"
+        )
 
 
 class ShmHeaps(ProcessHeaps):

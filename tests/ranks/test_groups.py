@@ -313,6 +313,26 @@ def test_more_rows_than_a_rank_has_room_for_is_an_error_on_all(over_ranks, tmp_p
         assert message.startswith("RuntimeError: rank 1 would receive 5 rows in call 1, and its heap was made for max_")
 
 
+def test_heaps_of_another_group_are_refused(tmp_path):
+    """It has as many ranks, this process among them. A group made twice is no other one."""
+    _, inputs, dy = layer(T=2, E=2, H=16, I=16)
+
+    def work(rank: int) -> str | None:
+        both, others, again = (dist.new_group(ranks) for ranks in ([0, 1], [0, 2], [0, 1]))
+        said = None
+        if rank < 2:
+            heap, mine = ShmHeaps(both, 1, timeout_s=20), share(inputs, dy, (1, 1), rank)[0]
+            moe(**vars(mine), heap=heap, group=again)
+            dist.barrier(both)  # who is told while it still computes, gives that up
+            said = what(moe, **vars(mine), heap=heap, group=others if rank == 0 else both)
+        dist.barrier()  # nobody leaves a group in which another still is
+        return said
+
+    refused, heard, _ = on_ranks(3, work, tmp_path)
+    assert refused.startswith("ValueError: the group has the ranks [0, 2], and the heaps were made for [0, 1]")
+    assert heard.startswith("RuntimeError: rank 0: the group has the ranks [0, 2]")
+
+
 # The module.
 
 SIZES = dict(hidden_size=32, intermediate_size=24, num_experts=4, top_k=2, norm_topk_prob=True)
