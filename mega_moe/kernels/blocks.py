@@ -582,7 +582,8 @@ def persistent_note(problem: Problem) -> str | None:
     return f"block sizes are those measured for H={found.H}, I={found.I}: `mega-moe tune` measures them for this layer"
 
 
+@cache
 def launch_options(tile: Rows | WeightGrad | Elementwise | Strips) -> dict[str, int]:
-    """A tile as keyword arguments of a kernel launch."""
+    """A tile as keyword arguments of a kernel launch. Kept: to make them takes longer than the rest of a launcher."""
     said = {name: size for name, size in asdict(tile).items() if name not in ("per_processor", "reserved")}
     return {name: size for name, size in said.items() if size is not None}
