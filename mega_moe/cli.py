@@ -512,6 +512,10 @@ def _tune(arguments: argparse.Namespace) -> int:
     from . import tables, tune
     from .kernels import blocks
 
+    for name, problem in problems.items():
+        if blocks.few_for(problem):
+            least = blocks.blocks_for(problem.dtype).few[-1].rows * problem.E // problem.K + 1
+            raise Refused(f"--shape {name}: so few rows have tiles of their own: give --T {least} or more")
     kernels = list(dict.fromkeys(arguments.kernel or tune.KERNELS))
     for kernel in kernels:
         if kernel not in tune.KERNELS:

@@ -90,6 +90,15 @@ def poison():
         yield
 
 
+@pytest.fixture
+def tiles_of_many_rows(monkeypatch):
+    """One rank uses the tiles that ranks use, whatever the number of rows: then both must be equal to the bit."""
+    if find_spec("triton"):
+        from mega_moe.kernels import blocks
+
+        monkeypatch.setattr(blocks, "few_for", lambda problem: None)
+
+
 @pytest.fixture(scope="session")
 def site(tmp_path_factory) -> Path:
     """The documentation, built once for all who look at it: they are in the xdist group "site", after the lessons."""

@@ -164,6 +164,7 @@ def test_a_thousand_calls_over_heaps_give_the_same_bits_by_one_launch_and_by_man
     assert not differing.any(), dict(zip(OUTPUTS, differing.tolist(), strict=True))
 
 
+@pytest.mark.usefixtures("tiles_of_many_rows")
 @pytest.mark.parametrize("save", SAVES)
 def test_a_layer_captured_over_heaps_replays_with_other_routings(save, over_ranks):
     """Between replays the same heaps serve other calls, one of them an odd number of times: no call's number is the
@@ -202,6 +203,7 @@ def test_a_long_product_on_another_stream_neither_stops_ranks_nor_changes_them(o
     assert not differing.any(), dict(zip(OUTPUTS, differing.tolist(), strict=True))
 
 
+@pytest.mark.usefixtures("tiles_of_many_rows")
 def test_twenty_layers_share_heaps(over_ranks):
     """Forward through all of them before backward through all: heaps hold nothing that backward needs. As residual
     blocks, so that what comes out of the last is still of the size of what went in."""
@@ -368,9 +370,12 @@ def test_between_forward_and_backward_only_what_was_asked_for_is_kept(save, rung
 
 def test_no_number_of_tokens_compiles_anew(fused, monkeypatch):
     """Token counts differ in every step of training: only the first few compile (an integer of 1 or a multiple of 16
-    may), and the second time none does."""
+    may), and one for each kind of tiles that few rows have; the second time none does."""
     from triton import knobs
 
+    from mega_moe.kernels import blocks
+
+    kinds = 1 + len(blocks.blocks_for(torch.bfloat16).few)
     compiled = []
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **facts: compiled.append(facts["fn"].name))
     counts = []
@@ -379,4 +384,4 @@ def test_no_number_of_tokens_compiles_anew(fused, monkeypatch):
         compiled.clear()
         train(fused, inputs, dy)
         counts.append(len(compiled))
-    assert counts[0] > 0 and sum(counts[1:]) <= counts[0] and sum(counts[-31:]) == 0, counts
+    assert counts[0] > 0 and sum(counts[1:]) <= kinds * counts[0] and sum(counts[-31:]) == 0, counts

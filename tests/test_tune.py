@@ -73,14 +73,14 @@ def test_every_entry_of_the_package_is_whole_and_alone():
 )
 def test_the_nearest_layer_gives_its_tiles(H, I, strip, table_of):
     table_of(entry(4096, 1536, strip=2), entry(2048, 768, strip=1), entry(H, I, "sm_100", strip=8))
-    problem = PRESETS["tiny"].at(H=H, I=I)
+    problem = PRESETS["tiny"].at(T=16384, H=H, I=I)
     for dtype in (torch.bfloat16, torch.float16):
         assert blocks.persistent_for(problem.at(dtype=dtype)).down.STRIP == strip
     assert blocks.persistent_for(problem.at(dtype=torch.float32)) == blocks.FP32.persistent
 
 
 def test_without_an_entry_the_defaults_are_used(table_of):
-    problem = PRESETS["tiny"]
+    problem = PRESETS["tiny"].at(T=16384)
     table_of(entry(2048, 768, "sm_100"))
     assert blocks.persistent_for(problem) == DEFAULT
     table_of(entry(2048, 768, "interpreter"), target="interpreter")
@@ -93,6 +93,7 @@ def test_the_stage_says_when_its_tiles_are_another_layers(table_of):
     assert s4_persistent.note(here) is None
     assert "measured for H=2048, I=768" in s4_persistent.note(there)
     assert s4_persistent.note(there.at(dtype=torch.float32)) is None
+    assert s4_persistent.note(there.at(T=1)) is None, "few rows have tiles of their own, of no layer"
     table_of(target="sm_86")
     assert "not measured on sm_86" in s4_persistent.note(here)
 
@@ -294,6 +295,12 @@ def test_the_command_measures_and_writes(capsys, monkeypatch, tmp_path, table_of
     ]:
         assert cli.main(["tune", *argv]) == 2
         assert message in capsys.readouterr().err
+    with monkeypatch.context() as patched:
+        few = blocks.few(16, 16, N=64, C=64, stages=1, apart=(64, 64, 1))
+        patched.setattr(blocks, "INTERPRETER", replace(INTERPRETER, few=(few,)))
+        least = 16 * LAYER.E // LAYER.K + 1
+        assert cli.main(["tune", "--shape", str(least - 1)]) == 2
+        assert f"give --T {least} or more" in capsys.readouterr().err and blocks.few_for(LAYER.at(T=least)) is None
 
     monkeypatch.setattr(tune, "KERNELS", ("dx",))
     assert cli.main(["tune", "--shape", "9", "--T", "20", "--json", str(path), "--write"]) == 0

@@ -172,8 +172,25 @@ class Mx(Persistent):
 
 
 @dataclass(frozen=True)
+class Few:
+    """The tiles of a layer whose experts have few rows. Its time is that of reading weights, and of writing their
+    gradients: so tiles are as narrow as matrix instructions allow, and several programs share a processor, which keeps
+    more bytes on their way than one that waits for its own.
+
+    Attributes:
+        rows: of an expert, on average, up to which these are the tiles.
+        persistent: of a launch a step.
+        mega: of one launch.
+    """
+
+    rows: int
+    persistent: Persistent
+    mega: Mega
+
+
+@dataclass(frozen=True)
 class Blocks:
-    """The block sizes of one kind of GPU for one width of dtype."""
+    """The block sizes of one kind of GPU for one width of dtype. few: for layers of few rows, the fewest first."""
 
     rows: Rows
     gate_up: Rows  # BLOCK_N columns each of gate and of up
@@ -183,6 +200,7 @@ class Blocks:
     elementwise: Elementwise
     persistent: Persistent
     mega: Mega
+    few: tuple[Few, ...] = ()
 
 
 MAP = Elementwise(BLOCK_R=8, BLOCK_N=256, num_warps=4)
@@ -201,6 +219,21 @@ def mega(BLOCK_R: int, N: int, C: int, warps: int, stages: int, chunk: int, grou
     each = {f.name: getattr(tiles, f.name) for f in fields(Persistent)}
     combine, pull = Elementwise(16, 256, warps), Elementwise(32, 256, warps)
     return Mega(**each, combine=combine, pull=pull, group=group, group_over_ranks=2, ahead=132)
+
+
+def few(rows: int, BLOCK_R: int, N: int, C: int, stages: int, apart: tuple[int, int, int]) -> Few:
+    """Tiles of BLOCK_R rows by N columns (N/2 of gate and of up), C deep a step, all for four warps, two programs a
+    processor, and N by N of weight gradients; apart: these where they have a launch of their own, M by N, and how many
+    programs then share a processor."""
+    strips, gate_up = (Strips(n, C, 1, False, 4, stages, per_processor=2) for n in (N, N // 2))
+    dact = DactStrips(N, C, 1, False, 4, stages, CHUNK=32, per_processor=2)
+    dw, (M_apart, N_apart, programs_apart) = ResidentWeightGrad(N, N, BLOCK_R, 4, stages, per_processor=2), apart
+    each = dict(BLOCK_R=BLOCK_R, gate_up=gate_up, down=strips, dact=dact, dx=strips, dw_down=dw, dw_gate_up=dw)
+    # A token's sum in few steps, for one program may have it all to do; and all experts in one group.
+    combine, pull = Elementwise(1, 1024, 4), Elementwise(16, 256, 4)
+    one = Mega(**each, combine=combine, pull=pull, group=128, group_over_ranks=2, ahead=264)
+    dw = ResidentWeightGrad(M_apart, N_apart, BLOCK_R, 4, stages, per_processor=programs_apart)
+    return Few(rows, Persistent(**each | dict(dw_down=dw, dw_gate_up=dw)), one)
 
 
 def fp8(warps: int, stages: int, chunk: int, quantise: Elementwise, dw: int = 128) -> Fp8:
@@ -259,6 +292,11 @@ HALF = {  # bf16 and fp16
             group=16,
             group_over_ranks=2,
             ahead=132,
+        ),
+        # A mean of 8, for of a random routing few experts have more than 16 then; with more they would be read twice.
+        few=(
+            few(8, BLOCK_R=16, N=128, C=128, stages=3, apart=(64, 128, 4)),
+            few(32, BLOCK_R=32, N=128, C=128, stages=3, apart=(128, 128, 2)),
         ),
     ),
     "sm_100": Blocks(
@@ -383,15 +421,25 @@ def blocks_of_target(name: str, dtype: torch.dtype) -> Blocks:
 
 
 def persistent_for(problem: Problem) -> Persistent:
-    """The tiles of resident programs for this problem on the current device: those measured for the layer nearest to
-    it, or the defaults where none was measured."""
-    found = measured_for(problem)
-    return leaving(problem.num_reserved_sms, found.tiles if found else blocks_for(problem.dtype).persistent)
+    """The tiles of resident programs for this problem on the current device: of few rows, if they are few; else those
+    measured for the layer nearest to it, or the defaults where none was measured."""
+    few, found = few_for(problem), measured_for(problem)
+    many = found.tiles if found else blocks_for(problem.dtype).persistent
+    return leaving(problem.num_reserved_sms, few.persistent if few else many)
 
 
 def mega_for(problem: Problem) -> Mega:
     """The tiles of one launch for this problem on the current device."""
-    return leaving(problem.num_reserved_sms, blocks_for(problem.dtype).mega)
+    few = few_for(problem)
+    return leaving(problem.num_reserved_sms, few.mega if few else blocks_for(problem.dtype).mega)
+
+
+def few_for(problem: Problem) -> Few | None:
+    """The tiles of few rows, where experts have so few on average; None where they have more, in 8 bits, and over
+    ranks, which must agree, whatever tokens each has."""
+    if problem.tokens_per_rank or problem.precision != "bf16":
+        return None
+    return next((few for few in blocks_for(problem.dtype).few if problem.R <= few.rows * problem.E), None)
 
 
 def fp8_tiles() -> Fp8:
@@ -575,7 +623,7 @@ def mx_note() -> str | None:
 def persistent_note(problem: Problem) -> str | None:
     """The same of the tiles of resident programs for this problem."""
     found = measured_for(problem)
-    if found is None:
+    if found is None or few_for(problem):
         return note()
     if (found.H, found.I) == (problem.H, problem.I):
         return None

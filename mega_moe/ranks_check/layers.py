@@ -92,12 +92,19 @@ def by_one_process(inputs: Inputs, dy: Tensor) -> Results:
     return differentiate(inputs, dy, stage="persistent", save="inputs")
 
 
-def same_sums(problem: Problem) -> bool:
-    """Whether mega adds up in the same order as the launches of persistent and ranks, so that all must be equal to the
-    bit: their tiles are as deep, and <dact, act> has as many parts."""
+def same_sums(problem: Problem, *ways: str) -> bool:
+    """Whether two ways of computing a layer add up in the same order, so that their results must be equal to the bit:
+    their tiles are as deep, and <dact, act> has as many parts. "persistent" is that rung in one process, without heaps;
+    "ranks" and "mega" are over ranks."""
     from ..kernels import blocks  # which needs Triton
 
-    one, other = blocks.persistent_for(problem), blocks.mega_for(problem)
+    over_ranks = problem.at(tokens_per_rank=(problem.T,))
+    tiles = {
+        "persistent": lambda: blocks.persistent_for(problem),
+        "ranks": lambda: blocks.persistent_for(over_ranks),
+        "mega": lambda: blocks.mega_for(over_ranks),
+    }
+    one, other = (tiles[way]() for way in ways)
     products = all(getattr(one, k).BLOCK_C == getattr(other, k).BLOCK_C for k in ("gate_up", "down", "dact", "dx"))
     sums_over_rows = all(getattr(one, k).BLOCK_R == getattr(other, k).BLOCK_R for k in ("dw_down", "dw_gate_up"))
     return products and sums_over_rows and one.dact.BLOCK_N == other.dact.BLOCK_N

@@ -66,10 +66,17 @@ class Target:
     shared: int  # bytes
     of_codes: str = ""  # the matrix instruction of e4m3 codes, as far as a line of assembly shows it
     of_scaled: str = ""  # the one that takes scales beside them
+    of_few: str = ""  # the one for tiles of fewer rows than the first takes at once
 
 
 TARGETS = {
-    "sm_90": Target(GPUTarget("cuda", 90, 32), "wgmma.mma_async", 227 * 1024, r"wgmma\.mma_async\S*\.e4m3\.e4m3"),
+    "sm_90": Target(
+        GPUTarget("cuda", 90, 32),
+        "wgmma.mma_async",
+        227 * 1024,
+        r"wgmma\.mma_async\S*\.e4m3\.e4m3",
+        of_few="mma.sync",
+    ),
     "sm_100": Target(
         GPUTarget("cuda", 100, 32),
         "tcgen05.mma",
@@ -82,6 +89,9 @@ TARGETS = {
 }
 
 LAYERS = {name: PRESETS[name] for name in ("qwen3-30b-a3b", "qwen3-235b-a22b")} | {
+    # Experts have one row on average, and 32: the tiles are those of few rows.
+    "few": PRESETS["qwen3-30b-a3b"].at(T=16),
+    "several": PRESETS["qwen3-30b-a3b"].at(T=512),
     # No size is a multiple of a block, so every tail mask is compiled; rows are still aligned to 16 bytes.
     "tails": Problem(T=4099, H=2896, I=1424, E=96, K=6, swiglu_limit=7.0),
     # No size divides anything, and rows are not aligned: right, but no tile is loaded in wide accesses.
@@ -105,6 +115,8 @@ MAY_SPILL = {
     "combine_slots_kernel": 8,
     "schedule_kernel": 8,
 }
+FEWEST = 64
+"""Rows that a warpgroup's matrix instruction takes."""
 OVER = ("nothing", "local heaps", "processes")
 """What a form is launched over."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -291,6 +303,8 @@ def compile_form(target: str, form: Form, may_spill: bool = False) -> Compiled:
         spills = number("vgpr_spill_count")  # a scalar register spills into a lane of a vector register, not to memory
         scratch = number("private_segment_fixed_size")
     shared, matrix = compiled.metadata.shared, TARGETS[target].matrix
+    if form.constants.get("BLOCK_R", FEWEST) < FEWEST and matrix not in assembly:
+        matrix = TARGETS[target].of_few or matrix
 
     faults = [line.strip() for line in log.splitlines() if re.search(r"\bC75\d\d\b", line)]
     allowed = MAY_SPILL.get(form.kernel.__name__, 0)

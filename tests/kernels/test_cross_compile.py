@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from cases import DEVICE
 
+from mega_moe.kernels.blocks import HALF
+
 ROOT = Path(__file__).parents[2]
 TARGETS = ("sm_90", "sm_100", "gfx942", "gfx950")
 OVER_RANKS = {"meet_kernel", "push_kernel", "combine_slots_kernel", "mega_forward_kernel", "mega_backward_kernel"}
@@ -106,6 +108,20 @@ def test_blocks_of_a_descriptor_are_not_changed_behind_its_back():
         [*program, "--blocks", "BLOCK_N=64"], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert refused.returncode == 2 and "change BLOCK_N there" in refused.stderr
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layer, few", [("few", 0), ("several", 1)])
+def test_programs_of_few_rows_fit_into_a_processor_together(layer, few, cross_compile):
+    """Registers and shared memory of as many as a processor shall hold at once, of the largest kernel."""
+    rows = cross_compile(
+        *("--target", "sm_90", "--layer", layer, "--over", "nothing", "--kernel", "mega_backward_kernel")
+    )
+    assert rows and not faults(rows)
+    tile = HALF["sm_90"].few[few].mega.gate_up
+    for row in rows:
+        assert row["registers"] * 32 * tile.num_warps * tile.per_processor <= 2**16, row["form"]
+        assert (row["shared"] + 1024) * tile.per_processor <= 228 * 1024, row["form"]
 
 
 @pytest.mark.full
