@@ -44,6 +44,7 @@ KEPT = (
     "gb_per_s",
     "peak_bytes",
     "heap_bytes",
+    "joules",
     "errors",
     "losses",
     "shares_of_budget",
@@ -320,6 +321,7 @@ def tables(record: dict) -> str:
             if on_one_rank := [row for row in layer if not _over_ranks(row)]:
                 parts.append(_layer(on_one_rank))
             if not is_cpu(record):
+                parts.append(_energy(layer))
                 parts += _verdict(layer)
                 parts += _eight_bits(layer)
             parts += _exchanging(layer)
@@ -452,6 +454,8 @@ def _layer(rows: list[dict], beside: list[dict] | None = None) -> str:
         if beside is not None:
             line[f"of {ON_ONE_RANK}"] = _speeds(forward, step, beside)
         line["peak MiB"] = _pair(forward, step, "peak_bytes", lambda value: f"{value / 2**20:.0f}")
+        if any(row.get("joules") for row in rows):
+            line["joules"] = _pair(forward, step, "joules", lambda value: f"{value:.2f}")
         if beside is not None:
             line["heaps MiB"] = f"{any_row['heap_bytes'] / 2**20:.0f}" if any_row.get("heap_bytes") else "–"
         line["error: y / gradients"] = _errors(any_row["errors"])
@@ -490,6 +494,13 @@ def _gemms(rows: list[dict]) -> str:
         found = {row["gemm"]: row for row in contestant}
         lines.append([_name(contestant), *(_rate(found.get(name)) for name in names)])
     return _markdown(["", *names], lines)
+
+
+def _energy(layer: list[dict]) -> str:
+    """What the column of joules says, or why there is none. The first records do not have it."""
+    if any(row.get("joules") for row in layer):
+        return "*joules* is what the whole card takes for one run, forward / both directions, under sustained load."
+    return "Energy was not measured in this run, or the card's driver does not count it."
 
 
 def _verdict(layer: list[dict]) -> list[str]:
@@ -613,7 +624,7 @@ def _rate(row: dict | None) -> str:
 
 
 def _pair(forward: dict | None, step: dict | None, key: str, text: Callable[[float], str]) -> str:
-    values = [row[key] if row else None for row in (forward, step)]
+    values = [row.get(key) if row else None for row in (forward, step)]
     return " / ".join("–" if value is None else text(value) for value in values) if any(values) else "–"
 
 

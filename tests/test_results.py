@@ -298,6 +298,22 @@ def test_a_report_becomes_tables():
     assert ["**mega_moe, grouped**", "543 (1.52)"] in lines
     assert "**NVIDIA H200**, 2026-12-01; torch 2.11.0, triton 3.6.0, transformers 5.17.0, python 3.12.3. How." in text
     assert "T = 16384, H = 2048, I = 768, E = 128, K = 8, bf16" in text
+    assert "joules" not in lines[0] and "Energy was not measured in this run" in text
+
+
+def test_energy_stands_beside_time_where_it_was_counted():
+    """By contestant, for forward and for both directions together; backward alone is never counted."""
+    report = benchmarks()
+    for row in report["benchmarks"]:
+        info = row["extra_info"]
+        counted = {"forward": 1.46, "forward+backward": 4.5}.get(info["direction"])
+        info["joules"] = counted if info["contestant"] == "grouped" else None
+    record = render_results.record(report)
+    assert {row["joules"] for row in record["rows"]} == {1.46, 4.5, None}
+    text = render_results.tables(record)
+    at = cells(text)[0].index("joules")
+    assert [line[at] for line in cells(text)[2:5]] == ["1.46 / 4.50", "–", "–"]
+    assert "*joules* is what the whole card takes for one run" in text and "Energy was not" not in text
 
 
 def test_what_ran_over_ranks_stands_apart_beside_one_rank():

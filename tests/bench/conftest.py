@@ -133,6 +133,7 @@ def report(request, benchmark, problem, machine) -> Callable:
             "peak_bytes": measurement.peak_bytes.get(direction),
             "heap_bytes": measurement.heap_bytes,
             "errors": finite(measurement.errors),
+            "joules": measurement.joules.get(direction),
             "losses": finite(measurement.losses),
             "shares_of_budget": finite(measurement.shares),
             "machine": machine,

@@ -16,6 +16,7 @@ from itertools import pairwise
 
 import torch
 from contestants import Contestant, Runner
+from energy import counter, joules_a_lap
 from gemms import Gemm, make
 from torch import Tensor
 
@@ -26,7 +27,8 @@ from mega_moe.routing import plan
 from mega_moe.samples import random_inputs
 from mega_moe.shapes import Grads
 
-DIRECTIONS = ("forward", "backward", "forward+backward")
+BOTH = "forward+backward"
+DIRECTIONS = ("forward", "backward", BOTH)
 ROUTING = "balanced"
 
 BLOCK = {"cuda": 0.2, "cpu": 0.0}  # seconds that a contestant works in each round; at least one lap
@@ -67,6 +69,7 @@ class Measurement:
     flops: dict[str, int] = field(default_factory=dict)  # useful ones, by direction
     bytes: dict[str, int] = field(default_factory=dict)  # each operand once and the result once; of a GEMM alone
     seconds: dict[str, list[float]] = field(default_factory=dict)  # by direction
+    joules: dict[str, float] = field(default_factory=dict)  # of one run, by direction; where there is a counter
 
 
 def measure_layer(problem: Problem, contestants: Sequence[Contestant]) -> dict[str, Measurement]:
@@ -83,7 +86,7 @@ def measure_layer(problem: Problem, contestants: Sequence[Contestant]) -> dict[s
     if any(contestant.precision != "bf16" and contestant.kind != "ceiling" for contestant in able):
         truth = {name: t.float().cpu() for name, t in Oracle(problem, inputs, dy).truth.items()}
 
-    laps = {}
+    laps, runners = {}, {}
     # 8 bits first: their oracles are the largest, and every contestant that has started holds memory.
     for precision in sorted(dict.fromkeys(c.precision for c in able), key="bf16".__eq__):
         oracle = Oracle(problem.at(precision=precision), inputs, dy)
@@ -97,7 +100,7 @@ def measure_layer(problem: Problem, contestants: Sequence[Contestant]) -> dict[s
             except Exception:
                 measurement.failure = traceback.format_exc()
             if not measurement.failure:
-                laps[contestant.name] = lap_of(runner)
+                laps[contestant.name], runners[contestant.name] = lap_of(runner), runner
             LOG.info("%s: compiled and examined in %.0f s", contestant.name, time.perf_counter() - begun)
         del oracle
 
@@ -108,6 +111,10 @@ def measure_layer(problem: Problem, contestants: Sequence[Contestant]) -> dict[s
         measurements[name].flops = {
             direction: sum(useful_flops(problem, part) for part in direction.split("+")) for direction in DIRECTIONS
         }
+    if read := counter(problem.device):
+        for name, runner in runners.items():
+            steps = {"forward": runner.forward, BOTH: lambda runner=runner: runner.backward(runner.forward())}
+            measurements[name].joules = {direction: joules_a_lap(step, read) for direction, step in steps.items()}
     return measurements
 
 
