@@ -100,7 +100,7 @@ def record(*benchmarks: dict) -> dict:
         tables_before = {_table(row) for row in rows}
         for benchmark in report["benchmarks"]:
             info, stats = benchmark["extra_info"], benchmark["stats"]
-            row = {key: info.get(key) for key in KEPT} | {"ms": _times(stats)}
+            row = {key: info.get(key) for key in KEPT} | {"ms": times(stats)}
             if _table(row) in tables_before:
                 raise ValueError(f"two reports have times for {', '.join(_table(row))}: give one of them")
             machines.append(info["machine"])
@@ -125,7 +125,7 @@ def save(record: dict, folder: Path) -> Path:
     lines = [f'"{key}": {json.dumps(record[key])}' for key in ("machine", "method", "problems")]
     lines.append('"rows": [\n' + ",\n".join(json.dumps(row) for row in record["rows"]) + "\n]")
     folder.mkdir(exist_ok=True)
-    path = folder / f"{machine['date']}-{_file_name(machine['device'])}.json"
+    path = folder / f"{machine['date']}-{file_name(machine['device'])}.json"
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     return path
 
@@ -152,7 +152,7 @@ def save_ranks(*reports: dict, folder: Path) -> Path:
         raise ValueError(f"{machine['device']}: only a GPU's times are results")
     refuse_what_cannot_be_shown(whole, over_gpus)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{machine['date']}-{whole['ranks']}-x-{_file_name(machine['device'])}.json"
+    path = folder / f"{machine['date']}-{whole['ranks']}-x-{file_name(machine['device'])}.json"
     path.write_text(json.dumps(whole, indent=1) + "\n")
     return path
 
@@ -167,7 +167,7 @@ def refuse_what_cannot_be_shown(record: dict, *shows: Callable[[dict], str]) -> 
             raise ValueError(f"not saved, since no page can show it ({type(error).__name__}: {error})") from error
 
 
-def _file_name(device: str) -> str:
+def file_name(device: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
@@ -237,7 +237,7 @@ def _times_over_gpus(facts: dict) -> str:
         f"Milliseconds of the slowest rank, median ± half of the interquartile range; {facts['tokens']} tokens a rank, "
         "routed at random; the rows took turns under load, each compared with one process that computes all tokens."
     )
-    return f"{caption}\n\n{_markdown(header, lines)}"
+    return f"{caption}\n\n{markdown(header, lines)}"
 
 
 def _exchange_over_gpus(exchange: dict, traced: dict) -> str:
@@ -274,7 +274,7 @@ def _exchange_over_gpus(exchange: dict, traced: dict) -> str:
         "time that so does not show; and the share of the exchange during which others multiply, by the trace of one "
         "launch."
     )
-    return f"{caption}\n\n{_markdown(header, lines)}"
+    return f"{caption}\n\n{markdown(header, lines)}"
 
 
 def _beside_the_model(predicted: dict) -> str:
@@ -294,7 +294,7 @@ def _beside_the_model(predicted: dict) -> str:
     caption = "Over heaps, beside what [the model](scaling.md) says of as many H200s, and what it is that bounds them."
     if published:
         caption += f" Prime Mega MoE, as published: {', '.join(published.values())}, in ms."
-    return f"{caption}\n\n{_markdown(header, lines)}"
+    return f"{caption}\n\n{markdown(header, lines)}"
 
 
 def between_markers(page: Path, block: str) -> str:
@@ -309,7 +309,7 @@ def between_markers(page: Path, block: str) -> str:
 def tables(record: dict) -> str:
     """Everything for the results page, and for the terminal: the machine, and for each shape the layer, its GEMMs, and
     where the highest rung's time goes, as far as that was measured."""
-    parts = [_machine(record)]
+    parts = [machine_line(record)]
     for shape, problem in record["problems"].items():
         sizes = ", ".join(f"{letter} = {problem[letter]}" for letter in "THIEK")
         parts.append(f"### {shape}: {sizes}, {problem['dtype']}, {problem['routing']} routing{_save(problem)}")
@@ -350,7 +350,7 @@ def summary(record: dict) -> str:
     )
     if any("–" in cells for cells in lines):
         caption += "\n\n–: not measured in this run."
-    return f"{_markdown(header, lines)}\n\n{caption}"
+    return f"{markdown(header, lines)}\n\n{caption}"
 
 
 def beside_others(newest_first: list[dict]) -> str:
@@ -397,7 +397,7 @@ def beside_others(newest_first: list[dict]) -> str:
     )
     if any("–" in line[1:] for line in lines):
         caption += "\n\n–: not measured beside it, or nothing to measure."
-    return f"{_markdown(header, lines)}\n\n{caption}"
+    return f"{markdown(header, lines)}\n\n{caption}"
 
 
 def is_cpu(record: dict) -> bool:
@@ -405,7 +405,7 @@ def is_cpu(record: dict) -> bool:
     return "CPU" in record["machine"]["device"]
 
 
-def _times(stats: dict) -> dict:
+def times(stats: dict) -> dict:
     keys = ("median", "q1", "q3", "min", "max")
     return {key: float(f"{stats[key] * 1e3:.6g}") for key in keys} | {"samples": stats["rounds"]}
 
@@ -414,7 +414,7 @@ def _table(row: dict) -> tuple[str, str]:
     return row["shape"], row["gemm"] or row["direction"]
 
 
-def _machine(record: dict) -> str:
+def machine_line(record: dict) -> str:
     m = record["machine"]
     versions = ", ".join(f"{what} {m[what]}" for what in ("torch", "triton", *PEERS, "python") if m.get(what))
     warning = ""
@@ -461,7 +461,7 @@ def _layer(rows: list[dict], beside: list[dict] | None = None) -> str:
         line["error: y / gradients"] = _errors(any_row["errors"])
         line["of budget"] = _share(any_row["shares_of_budget"])
         lines.append(line)
-    return _markdown(list(lines[0]), [list(line.values()) for line in lines])
+    return markdown(list(lines[0]), [list(line.values()) for line in lines])
 
 
 def _exchanging(layer: list[dict]) -> list[str]:
@@ -493,7 +493,7 @@ def _gemms(rows: list[dict]) -> str:
     for contestant in _by_contestant(rows):
         found = {row["gemm"]: row for row in contestant}
         lines.append([_name(contestant), *(_rate(found.get(name)) for name in names)])
-    return _markdown(["", *names], lines)
+    return markdown(["", *names], lines)
 
 
 def _energy(layer: list[dict]) -> str:
@@ -576,7 +576,7 @@ def _taken_apart(layer: list[dict], gemms: list[dict], problem: dict, ceiling: r
         "flops and for bytes by the data sheet; the dense product of the same flops; the kernel alone; how much longer "
         "that is, and what share of the layer's time."
     )
-    return [caption, _markdown(header, [line(name, row) for name, row in figures.items()])]
+    return [caption, markdown(header, [line(name, row) for name, row in figures.items()])]
 
 
 def _each(text: Callable[[str], str], unit: str = "") -> str:
@@ -641,7 +641,7 @@ def _share(shares: dict[str, float | None]) -> str:
     return "over" if None in shares.values() else f"{max(shares.values()):.2f}"
 
 
-def _markdown(header: list[str], lines: list[list[str]]) -> str:
+def markdown(header: list[str], lines: list[list[str]]) -> str:
     """A table whose columns line up, so that it can be read before it is rendered too."""
     widths = [max(2, *(len(line[column]) for line in [header, *lines])) for column in range(len(header))]
     align = [str.ljust, *[str.rjust] * (len(header) - 1)]

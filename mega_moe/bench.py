@@ -10,6 +10,7 @@ from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 BENCHMARKS = CHECKOUT / "tests" / "bench"
+FLOOR = "test_floor.py"  # among them, and run apart: few tokens
 USAGE_ERROR = 4  # pytest's exit code for options it does not take
 
 
@@ -23,15 +24,16 @@ def why_not() -> str | None:
     return None
 
 
-def command(shapes: list[str], save: str, results: Path | None) -> list[str]:
-    """The pytest command line. shapes: names of presets (none: the benchmarks' default); results: a JSON file."""
+def command(shapes: list[str], save: str, results: Path | None, floor: bool) -> list[str]:
+    """The pytest command line. shapes: names of presets (none: the benchmarks' default); results: a JSON file; floor:
+    the benchmark of few tokens, instead of all others."""
     options = [*(f"--shape={shape}" for shape in shapes), f"--save={save}"]
     if results:
         options.append(f"--benchmark-json={results.resolve()}")
-    return [sys.executable, "-m", "pytest", str(BENCHMARKS), *options]
+    return [sys.executable, "-m", "pytest", str(BENCHMARKS / FLOOR if floor else BENCHMARKS), *options]
 
 
-def run(shapes: list[str], save: str, results: Path | None) -> int:
+def run(shapes: list[str], save: str, results: Path | None, floor: bool) -> int:
     """Run them, from the checkout. Returns 0, 1 where one failed, 2 where pytest refused the options."""
-    code = subprocess.run(command(shapes, save, results), cwd=CHECKOUT, check=False).returncode
+    code = subprocess.run(command(shapes, save, results, floor), cwd=CHECKOUT, check=False).returncode
     return {0: 0, USAGE_ERROR: 2}.get(code, 1)

@@ -110,6 +110,9 @@ def _parser() -> argparse.ArgumentParser:
     bench_command.add_argument(
         "--json", type=Path, metavar="FILE.json", help="where pytest-benchmark writes its results"
     )
+    bench_command.add_argument(
+        "--floor", action="store_true", help="instead: 1 to 512 tokens, launched one by one and replayed from a graph"
+    )
     bench_command.set_defaults(run=_bench)
 
     schedule_command = commands.add_parser(
@@ -362,7 +365,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         _check_plot(arguments.json, (".json",), "--json")
     if reason := bench.why_not():
         raise Refused(reason)
-    return bench.run(shapes, arguments.save, arguments.json)
+    return bench.run(shapes, arguments.save, arguments.json, arguments.floor)
 
 
 def _schedule(arguments: argparse.Namespace) -> int:

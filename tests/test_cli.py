@@ -677,6 +677,9 @@ def test_bench_hands_shapes_and_results_to_pytest(capsys, monkeypatch, tmp_path)
     assert commands[0][4:] == ["--shape=tiny", "--save=pre", f"--benchmark-json={Path('results.json').resolve()}"]
     verdicts = iter([0])
     assert run(capsys, "bench", "--save", "inputs")[0] == 0 and commands[-1][4:] == ["--save=inputs"]
+    verdicts = iter([0])
+    assert run(capsys, "bench", "--floor")[0] == 0 and commands[-1][3:] == [str(tmp_path / bench.FLOOR), "--save=pre"]
+    assert (CHECKOUT / "tests" / "bench" / bench.FLOOR).exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")

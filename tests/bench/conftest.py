@@ -13,15 +13,18 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
+import render_floor
 import render_results
 from cases import DEVICE
 from contestants import CONTESTANTS
+from floor import OF_FEW_TOKENS, TOKENS, measure_floor
 from measuring import METHOD, ROUTING, Measurement, measure_gemms, measure_layer, replay
 
 from mega_moe import Problem, ladder
 from mega_moe.shapes import PRESETS, SAVES
 
 HERE = Path(__file__).parent
+APART = HERE / "test_floor.py"  # with other tables, and a record of its own: run when it is named itself
 SHAPES = {"cuda": ["qwen3-30b-a3b", "qwen3-235b-a22b"], "cpu": ["tiny"]}
 COLUMNS = ["median", "iqr", "rounds"]
 
@@ -54,7 +57,9 @@ def pytest_configure(config):
 
 def pytest_ignore_collect(collection_path, config):
     """Benchmarks run when they are named, never along with the tests."""
-    named = (Path(argument.split("::")[0]).resolve() for argument in config.args)
+    named = [Path(argument.split("::")[0]).resolve() for argument in config.args]
+    if collection_path == APART:
+        return None if APART in named else True
     return None if any(path == HERE or HERE in path.parents for path in named) else True
 
 
@@ -71,12 +76,22 @@ def shapes(config) -> list[str]:
 
 def pytest_generate_tests(metafunc):
     if "problem" in metafunc.fixturenames:
-        metafunc.parametrize("problem", shapes(metafunc.config), indirect=True, scope="session")
+        names = shapes(metafunc.config)
+        if "floor_measurements" in metafunc.fixturenames:
+            names = [f"{name}, T = {T}" for name in names for T in TOKENS[DEVICE]]
+        metafunc.parametrize("problem", names, indirect=True, scope="session")
 
 
 @pytest.fixture(scope="session")
 def problem(request) -> Problem:
-    return PRESETS[request.param].at(device=DEVICE, save=request.config.getoption("--save"))
+    return problem_of(request.param, request.config)
+
+
+def problem_of(name: str, config) -> Problem:
+    """The layer of that name, which may give another number of tokens than the preset has."""
+    shape, _, T = name.partition(", T = ")
+    layer = PRESETS[shape].at(device=DEVICE, save=config.getoption("--save"))
+    return layer.at(T=int(T)) if T else layer
 
 
 @pytest.fixture(scope="session")
@@ -91,11 +106,16 @@ def gemm_measurements(request, problem) -> dict[tuple[str, str], Measurement]:
     return measure_gemms(problem, [(params["gemm"], params["implementation"]) for params in wanted])
 
 
+@pytest.fixture(scope="session")
+def floor_measurements(request, problem) -> dict[tuple[str, str], Measurement]:
+    names = {params["contestant"] for params in selected(request, problem, "test_floor")}
+    return measure_floor(problem, [contestant for name, contestant in OF_FEW_TOKENS.items() if name in names])
+
+
 def selected(request, problem: Problem, test: str) -> list[dict]:
     """The parameters of those tests of this name and shape that are going to run."""
     calls = [item.callspec.params for item in request.session.items if getattr(item, "originalname", None) == test]
-    here = dict(device=problem.device, save=problem.save)
-    return [params for params in calls if PRESETS[params["problem"]].at(**here) == problem]
+    return [params for params in calls if problem_of(params["problem"], request.config) == problem]
 
 
 @pytest.fixture(scope="session")
@@ -128,16 +148,16 @@ def report(request, benchmark, problem, machine) -> Callable:
             "shape": shape,
             "problem": ladder.facts(ladder.Layer(problem, None, None, ROUTING)),
             "direction": direction,
-            **facts,
             **rates(direction, measurement, ceiling, problem.device),
             "peak_bytes": measurement.peak_bytes.get(direction),
             "heap_bytes": measurement.heap_bytes,
             "errors": finite(measurement.errors),
-            "joules": measurement.joules.get(direction),
             "losses": finite(measurement.losses),
             "shares_of_budget": finite(measurement.shares),
+            "joules": measurement.joules.get(direction),
             "machine": machine,
             "method": METHOD[problem.device],
+            **facts,
         }
         replay(benchmark, measurement.seconds[direction])
         if benchmark.stats:  # there are none under --benchmark-disable
@@ -169,7 +189,9 @@ def finite(values: dict[str, float]) -> dict[str, float | None]:
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter, config):
     """The tables of the results page, last."""
-    rows = config.stash[ROWS]
-    if rows:
-        terminalreporter.ensure_newline()
-        terminalreporter.write_line(render_results.tables(render_results.record({"benchmarks": rows})))
+    of_floor = [row for row in config.stash[ROWS] if "launched" in row["extra_info"]]
+    others = [row for row in config.stash[ROWS] if "launched" not in row["extra_info"]]
+    for rows, render in ((of_floor, render_floor), (others, render_results)):
+        if rows:
+            terminalreporter.ensure_newline()
+            terminalreporter.write_line(render.tables(render.record({"benchmarks": rows})))

@@ -238,8 +238,10 @@ def examine_gemm(measurement: Measurement, gemm: Gemm, implementation: str, got:
         measurement.failure = f"no time without parity: relative L2 error {measurement.errors['product']}"
 
 
-def take_turns(laps: dict, device: str, block: float) -> dict[object, list[list[float]]]:
-    """Run all of `laps` in rounds, each for about `block` seconds at a time: the times of every counted lap of each."""
+def take_turns(laps: dict, device: str, block: float, rounds: int | None = None) -> dict[object, list[list[float]]]:
+    """Run all of `laps` in rounds (ROUNDS, unless told), each for about `block` seconds at a time: the times of every
+    counted lap of each."""
+    rounds = rounds or ROUNDS[device]
     counts = dict.fromkeys(laps, 1)
     for name in laps if block else ():
         times = back_to_back(laps[name], 1, device)
@@ -247,7 +249,7 @@ def take_turns(laps: dict, device: str, block: float) -> dict[object, list[list[
 
     kept = {name: [] for name in laps}
     names = list(laps)
-    for turn in range(WARM_UP[device] + ROUNDS[device]):
+    for turn in range(WARM_UP[device] + rounds):
         for name in names:
             times = back_to_back(laps[name], counts[name], device)
             if turn >= WARM_UP[device]:
