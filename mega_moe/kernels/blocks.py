@@ -97,6 +97,14 @@ class Strips(Resident):
 
 
 @dataclass(frozen=True)
+class GateUpStrips(Strips):
+    """Strips of gate_up. A block that holds no more than SHORT rows is multiplied as one of SHORT rows, which has fewer
+    that pad it; None: no block is."""
+
+    SHORT: int | None = field(default=None, kw_only=True)
+
+
+@dataclass(frozen=True)
 class DactStrips(Strips):
     """Strips of dact, whose epilogue works on CHUNK columns at a time."""
 
@@ -113,7 +121,7 @@ class Persistent:
     """The tiles of resident programs. All kernels over rows cut them into the same blocks of BLOCK_R."""
 
     BLOCK_R: int
-    gate_up: Strips
+    gate_up: GateUpStrips
     down: Strips
     dact: DactStrips
     dx: Strips
@@ -208,7 +216,7 @@ MAP = Elementwise(BLOCK_R=8, BLOCK_N=256, num_warps=4)
 
 def persistent(BLOCK_R: int, N: int, C: int, warps: int, stages: int, chunk: int) -> Persistent:
     """Tiles of N columns (N/2 of gate and of up) for every kernel, one a ticket, and BLOCK_R by N weight gradients."""
-    strips, gate_up = (Strips(columns, C, 1, False, warps, stages) for columns in (N, N // 2))
+    strips, gate_up = (of(n, C, 1, False, warps, stages) for of, n in ((Strips, N), (GateUpStrips, N // 2)))
     dw = ResidentWeightGrad(N, N // 2, C, warps, stages)
     return Persistent(BLOCK_R, gate_up, strips, DactStrips(N, C, 1, False, warps, stages, chunk), strips, dw, dw)
 
@@ -272,7 +280,7 @@ HALF = {  # bf16 and fp16
         elementwise=MAP,
         persistent=Persistent(
             BLOCK_R=128,
-            gate_up=Strips(128, 64, 1, False, 8, 4),
+            gate_up=GateUpStrips(128, 64, 1, False, 8, 4, SHORT=64),
             down=Strips(256, 64, 4, True, 8, 4),
             dact=DactStrips(256, 64, 1, True, 8, 4, CHUNK=32),
             dx=Strips(256, 64, 2, True, 8, 4),
@@ -344,7 +352,7 @@ INTERPRETER = Blocks(
     elementwise=Elementwise(BLOCK_R=64, BLOCK_N=64, num_warps=1),
     persistent=Persistent(
         BLOCK_R=32,
-        gate_up=Strips(32, 64, 2, True, 1, 1),
+        gate_up=GateUpStrips(32, 64, 2, True, 1, 1, SHORT=16),
         down=Strips(64, 64, 2, True, 1, 1),
         dact=DactStrips(64, 64, 1, False, 1, 1, CHUNK=32),
         dx=Strips(64, 64, 1, False, 1, 1),

@@ -115,7 +115,7 @@ def persistent_gate_up_kernel(
     x_ptr,  # (T, H) read, any strides
     w_desc,  # (E, 2, I, H) read: gate and up of the same columns come as one tile
     pre_ptr,  # (R, 2, I) written where a row has an expert; or None
-    act_ptr,  # (rows in blocks, I) written in every block that holds rows; or None
+    act_ptr,  # (rows in blocks, I) written in every block that holds rows, of a short one the first SHORT; or None
     row_blocks_ptr,  # (blocks, 3) int32, read
     token_in_blocks_ptr,  # (rows in blocks,) int32, read
     counters_ptr,  # int32, read: the number of blocks that hold rows
@@ -131,6 +131,7 @@ def persistent_gate_up_kernel(
     BLOCK_C: tl.constexpr,
     STRIP: tl.constexpr,
     FLATTEN: tl.constexpr,
+    SHORT: tl.constexpr = None,
 ):
     """Grid: one program a processor. A ticket is a row block and a strip of column blocks of I, strips fastest.
 
@@ -149,29 +150,55 @@ def persistent_gate_up_kernel(
         after = draw(ticket_ptr)
 
         c = tl.arange(0, BLOCK_C).to(tl.int64)
-        x_at = x_ptr + token[:, None] * stride_xt + c[None, :] * stride_xh
-        gate_up_strip(
-            x_at,
-            None,
-            w_desc,
-            pre_ptr,
-            act_ptr,
-            block,
-            expert,
-            row,
-            rows,
-            ticket % strips,
-            stride_xh,
-            stride_act,
-            H,
-            I,
-            LIMIT,
-            BLOCK_R,
-            BLOCK_N,
-            BLOCK_C,
-            STRIP,
-            FLATTEN,
-        )
+        if SHORT is None or rows > SHORT:
+            x_at = x_ptr + token[:, None] * stride_xt + c[None, :] * stride_xh
+            gate_up_strip(
+                x_at,
+                None,
+                w_desc,
+                pre_ptr,
+                act_ptr,
+                block,
+                expert,
+                row,
+                rows,
+                ticket % strips,
+                stride_xh,
+                stride_act,
+                H,
+                I,
+                LIMIT,
+                BLOCK_R,
+                BLOCK_N,
+                BLOCK_C,
+                STRIP,
+                FLATTEN,
+            )
+        else:  # the rest of its act stays unwritten, and `down` drops what it makes of it
+            few = tl.load(token_in_blocks_ptr + block.to(tl.int64) * BLOCK_R + tl.arange(0, SHORT))
+            few_at = x_ptr + few.to(tl.int64)[:, None] * stride_xt + c[None, :] * stride_xh
+            gate_up_strip(
+                few_at,
+                None,
+                w_desc,
+                pre_ptr,
+                act_ptr,
+                block * (BLOCK_R // SHORT),  # where it begins, in blocks of SHORT rows
+                expert,
+                row,
+                rows,
+                ticket % strips,
+                stride_xh,
+                stride_act,
+                H,
+                I,
+                LIMIT,
+                SHORT,
+                BLOCK_N,
+                BLOCK_C,
+                STRIP,
+                FLATTEN,
+            )
 
         ticket, following = following, after
         block, expert, row, rows, token = next_block, next_expert, next_row, next_rows, next_token

@@ -53,13 +53,14 @@ def table_of(plan: Plan, dtype: torch.dtype = torch.float32) -> TileTable:
 
 
 def in_blocks(rows: Tensor, plan: Plan, table: TileTable, padding: float | None) -> Tensor:
-    """rows (R, C) laid out in blocks: behind an expert's last row `padding`, or that row again (None); NaN behind the
-    last block with any."""
+    """rows (R, C) laid out in blocks: behind an expert's last row `padding`; or (None) that row again, as far as
+    gate_up writes a block. NaN behind the last block with any."""
     laid_out = table.in_blocks(rows.shape[1], like=rows).fill_(nan)
-    BLOCK_R = table.tiles.BLOCK_R
+    BLOCK_R, SHORT = table.tiles.BLOCK_R, table.tiles.gate_up.SHORT or 0
     blocks = [block for expert in rows_of(plan) for block in rows[expert].split(BLOCK_R) if len(block)]
     for n, block in enumerate(blocks):
-        laid_out[n * BLOCK_R :][:BLOCK_R] = block[-1] if padding is None else padding
+        written = SHORT if padding is None and len(block) <= SHORT else BLOCK_R
+        laid_out[n * BLOCK_R :][:written] = block[-1] if padding is None else padding
         laid_out[n * BLOCK_R :][: len(block)] = block
     return laid_out
 
@@ -78,7 +79,8 @@ def backward(plan: Plan, H: int, I: int, dtype: torch.dtype) -> tuple[Tensor, ..
 
 
 def assert_forward(x: Tensor, w: Tensor, plan: Plan, limit: float | None = None) -> None:
-    """pre by row and act in blocks, whose padding rows repeat the expert's last: `down` reads and drops them."""
+    """pre by row and act in blocks, whose padding rows repeat the expert's last, or are not written: `down` reads and
+    drops them."""
     table = table_of(plan, x.dtype)
     pre, act = gate_up_swiglu(x, w, plan, table, limit, True, True)
     expected_pre, expected_act = gate_up_and_act(dispatched(x, plan), w, plan, limit)
