@@ -17,9 +17,12 @@ import statistics
 import sys
 import time
 import tomllib
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import date
 from functools import partial
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -91,14 +94,20 @@ SETTINGS = dict(
     data=DATA,
     train=TRAIN,
     checkpoints=dict(folder="", every=100),  # "": none
-    bench=dict(moe=[], rounds=5),  # []: what there is
+    bench=dict(
+        moe=[],  # []: what there is
+        activation_checkpointing=[],  # each of them with every moe; []: train's
+        rounds=5,
+    ),
 )
+WAYS = ("full", "all but the experts", "none")  # what backward makes again of a layer
 CHOICES = {
     "moe.type": ("mega_moe", "torch"),
     "moe.save": ("pre", "inputs"),
     "moe.precision": ("", "fp8", "fp8_bwd", "mxfp8"),
     "train.dtype": ("bf16", "fp32"),
-    "train.activation_checkpointing": ("full", "all but the experts", "none"),
+    "train.activation_checkpointing": WAYS,
+    "bench.activation_checkpointing": WAYS,
 }
 MAY_BE_ZERO = ("steps", "lr", "warmup", "weight_decay", "balance", "seed", "initializer_range")  # other numbers: above
 
@@ -120,8 +129,9 @@ def parse(given: Any, known: dict, at: str = "") -> Section:
             value = float(value)
         elif type(value) is not kind:
             raise ConfigError(f"{name} = {value!r}: it must be of type {kind.__name__}")
-        if kind is str and value not in CHOICES.get(name, (value,)):
-            raise ConfigError(f"{name} = {value!r}: it must be one of {', '.join(map(repr, CHOICES[name]))}")
+        for each in value if kind is list else [value]:
+            if each not in CHOICES.get(name, (each,)):
+                raise ConfigError(f"{name} = {value!r}: it must be one of {', '.join(map(repr, CHOICES[name]))}")
         if kind in (int, float) and not (value > 0 or (value == 0 and key in MAY_BE_ZERO)):
             raise ConfigError(f"{name} = {value}: it must be {'at least' if key in MAY_BE_ZERO else 'above'} 0")
         found[key] = [parse(each, MOE, "moe") for each in value] if name == "bench.moe" else value
@@ -186,14 +196,16 @@ def sequence(tokens: Tensor, length: int, seed: int, position: int) -> Tensor:
 
 @dataclass
 class Trainer:
-    """A run under way. position: sequences drawn so far, which is all there is to know of the data. routed: what the
-    routers of the latest forward put out, a layer each. watch: of the MoE blocks' time, for --bench."""
+    """A run under way. position: sequences drawn so far, which is all there is to know of the data. way: what backward
+    makes again, one of WAYS. routed: what the routers of the latest forward put out, a layer each. watch: of the MoE
+    blocks' time, for --bench."""
 
     config: Section
     tokens: Tensor
     meshes: tuple[DeviceMesh, ...]  # (all ranks,), or (dp x ep, ep, this rank alone)
     model: nn.Module = None
     optimizer: torch.optim.Optimizer = None
+    way: str = "none"
     step: int = 0
     position: int = 0
     routed: list[tuple[Tensor, ...]] = field(default_factory=list)
@@ -232,7 +244,7 @@ def start(config: Section) -> Trainer:
     make_model(trainer)
     parameters = trainer.model.parameters()
     trainer.optimizer = torch.optim.AdamW(parameters, t.lr, (0.9, 0.95), weight_decay=t.weight_decay, fused=True)
-    swap(trainer, config.moe)
+    swap(trainer, config.moe, t.activation_checkpointing)
     return trainer
 
 
@@ -259,7 +271,7 @@ def make_model(trainer: Trainer) -> None:
         layer.mlp.gate.register_forward_hook(partial(listen, trainer))
         layer.mlp.forward = partial(trainer.watch.moe, layer.mlp.forward)
         layer.forward = partial(trainer.watch.rest, layer.forward)
-        layer.forward = recomputed(layer.forward, config.train.activation_checkpointing)
+        layer.forward = partial(recomputed, trainer, layer.forward)
         if len(trainer.meshes) > 1:
             keep_own_experts(layer.mlp.experts, trainer.meshes[1])
             layer.mlp.group = trainer.meshes[1].get_group()
@@ -300,8 +312,9 @@ OF_TRANSFORMERS = ("eager", "grouped_mm", "batched_mm")
 COMPILER = "inductor" if DEVICE == "cuda" else "aot_eager"  # on a CPU without a C++ compiler
 
 
-def swap(trainer: Trainer, moe: Section) -> None:
-    """From now on `moe` computes the experts. Over ranks transformers' all_to_all brings rows to its own experts."""
+def swap(trainer: Trainer, moe: Section, way: str) -> None:
+    """From now on `moe` computes the experts, and backward makes `way` again. Over ranks transformers' all_to_all
+    brings rows to its own experts."""
     ours, over_ranks, precisions = moe.type == "mega_moe", len(trainer.meshes) > 1, dict.fromkeys(OF_TRANSFORMERS, ())
     if ours:
         from mega_moe import LADDER
@@ -317,8 +330,7 @@ def swap(trainer: Trainer, moe: Section) -> None:
     if moe.precision and moe.precision not in precisions.get(moe.stage, ()):
         able = " or ".join(repr(stage) for stage, its in precisions.items() if stage and moe.precision in its) or "none"
         raise ConfigError(f"moe.precision = {moe.precision!r}: moe.type = {moe.type!r} has it with stage {able}")
-    alone = trainer.config.train.activation_checkpointing == "all but the experts"
-    if moe.compile and (ours or over_ranks or alone):
+    if moe.compile and (ours or over_ranks or way == "all but the experts"):
         where = "moe.type = 'torch', without parallel.ep and activation_checkpointing = 'all but the experts'"
         raise ConfigError(f"moe.compile = true: it is for {where}")
     name = ":".join(filter(None, ("mega_moe", moe.stage))) if ours else moe.stage or "eager"
@@ -334,6 +346,7 @@ def swap(trainer: Trainer, moe: Section) -> None:
         forward = torch.compile(experts.forward, backend=COMPILER) if moe.compile else experts.forward
         experts.forward = partial(in_experts, forward)
     trainer.model.set_experts_implementation("eager" if ours and over_ranks else name)
+    trainer.way = way
 
 
 # What backward makes again.
@@ -358,14 +371,14 @@ def kept(_, op: Any, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def recomputed(forward: Callable, activation_checkpointing: str) -> Callable:
+def recomputed(trainer: Trainer, forward: Callable, *args, **kwargs) -> Any:
     """The forward of a layer, of which backward keeps the inputs alone, or these and its experts' products, or all.
     FSDP gathers weights before it, once for both."""
-    if activation_checkpointing == "none":
-        return forward
+    if trainer.way == "none":
+        return forward(*args, **kwargs)
     contexts = partial(create_selective_checkpoint_contexts, kept)
-    options = dict(context_fn=contexts) if activation_checkpointing == "all but the experts" else {}
-    return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, **options)
+    options = dict(context_fn=contexts) if trainer.way == "all but the experts" else {}
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
 
 
 # Steps.
@@ -593,35 +606,31 @@ def shown(facts: dict) -> dict[str, str]:
 # Implementations side by side.
 
 
-def bench(config: Section) -> dict:
+def bench(config: Section) -> Iterator[dict]:
     """Whole steps of each implementation, in turns, on the same weights and batches: AdamW does its work at a rate of
     0, which leaves every weight as it is. So losses and norms differ by what an implementation rounds, and no more.
 
-    Returns machine, config and rows. A row: moe, s_per_step (median of the rounds, each of its slowest rank), spread
+    Yields what is known after each round: machine, config, rounds, load (of experts, as `load_of_experts` has it), and
+    rows. A row: moe, activation_checkpointing, s_per_step (median of the rounds, each of its slowest rank), spread
     (half of the interquartile range), tokens_per_s_per_rank, mfu, moe_share (of a step, in the MoE blocks; median, of
     rank 0), peak_bytes (of rank 0), loss (of the last round); and loss_difference and norm_difference, the furthest of
     any round from the first row's, relative to it.
     """
     trainer = start(config)
     trainer.watch.on = True
-    rungs = ("persistent", "mega") if config.parallel.ep == 1 else ("ranks", "mega")
-    default = [dict(type="torch", stage="eager"), dict(type="torch", stage="grouped_mm")]
-    default += [dict(type="mega_moe", stage=stage, save=config.moe.save) for stage in rungs]
-    if config.parallel.ep == 1:
-        default.insert(2, dict(type="torch", stage="grouped_mm", compile=True))
-        default.append(dict(type="mega_moe", stage="persistent", save=config.moe.save, precision="fp8"))
-    moes = config.bench.moe or [parse(moe, MOE, "moe") for moe in default]
-    seen = [dict(seconds=[], share=[], loss=[], norm=[], peak=[]) for _ in moes]
+    ways = config.bench.activation_checkpointing or [config.train.activation_checkpointing]
+    contestants = [(moe, way) for way in ways for moe in config.bench.moe or implementations(config, ways)]
+    seen = [dict(seconds=[], share=[], loss=[], norm=[], peak=[]) for _ in contestants]
     for at in range(config.bench.rounds + 1):
         ids = batch(trainer)
-        for moe, its in zip(moes, seen):
-            swap(trainer, moe)
+        for contestant, its in zip(contestants, seen):
+            swap(trainer, *contestant)
             if DEVICE == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             dist.barrier()
             trainer.watch.marks.clear()
             since = now()
-            loss, norm, _ = train_step(trainer, ids, lr=0.0)
+            loss, norm, routes = train_step(trainer, ids, lr=0.0)
             own = now() - since
             seconds = torch.tensor(own, device=DEVICE)
             dist.all_reduce(seconds, dist.ReduceOp.MAX)
@@ -630,32 +639,59 @@ def bench(config: Section) -> dict:
                 found = dict(seconds=float(seconds), share=trainer.watch.seconds() / own)
                 for key, value in (found | dict(loss=mean(loss), norm=float(norm), peak=peak)).items():
                     its[key].append(value)
+        if at:
+            rows = [row(config, *contestant, its, seen[0]) for contestant, its in zip(contestants, seen)]
+            yield dict(machine=machine(), config=config, rounds=at, load=load_of_experts(routes), rows=rows)
 
-    rows = []
-    for moe, its in zip(moes, seen):
-        low, middle, high = statistics.quantiles(its["seconds"] * 2, n=4)
-        off = {key: max(abs(a / b - 1) for a, b in zip(its[key], seen[0][key])) for key in ("loss", "norm")}
-        row = dict(moe=moe, **rates(config, middle), spread=(high - low) / 2, moe_share=statistics.median(its["share"]))
-        row["peak_bytes"] = its["peak"][-1]
-        rows.append(row | dict(loss=its["loss"][-1], loss_difference=off["loss"], norm_difference=off["norm"]))
+
+def implementations(config: Section, ways: list[str]) -> list[Section]:
+    """What stands side by side where nothing is said."""
+    alone = config.parallel.ep == 1
+    moes = [dict(type="torch", stage="eager"), dict(type="torch", stage="grouped_mm")]
+    if alone and "all but the experts" not in ways:
+        moes.append(dict(type="torch", stage="grouped_mm", compile=True))
+    moes += [dict(stage="persistent" if alone else "ranks"), dict(stage="mega")]
+    moes += [dict(stage=stage, precision="fp8") for stage in ("persistent", "mega") if alone or stage == "mega"]
+    return [parse(moe | dict(save=config.moe.save), MOE, "moe") for moe in moes]
+
+
+def row(config: Section, moe: Section, way: str, its: dict[str, list], first: dict[str, list]) -> dict:
+    """Of what was seen of an implementation, beside the first: what `bench` tells of it."""
+    low, middle, high = statistics.quantiles(its["seconds"] * 2, n=4)
+    off = {key: max(abs(a / b - 1) for a, b in zip(its[key], first[key])) for key in ("loss", "norm")}
+    found = dict(moe=moe, activation_checkpointing=way, **rates(config, middle), spread=(high - low) / 2)
+    found |= dict(moe_share=statistics.median(its["share"]), peak_bytes=its["peak"][-1], loss=its["loss"][-1])
+    return found | dict(loss_difference=off["loss"], norm_difference=off["norm"])
+
+
+def machine() -> dict:
+    """What the times are of."""
+    from mega_moe import ladder
+
+    its = ladder.machine(DEVICE)
     device = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
-    return dict(
-        machine=dict(device=device, ranks=dist.get_world_size(), torch=torch.__version__), config=config, rows=rows
-    )
+    versions = {name: its[name] for name in ("torch", "triton", "python")} | dict(transformers=version("transformers"))
+    return dict(device=device, ranks=dist.get_world_size(), date=date.today().isoformat(), **versions)
 
 
 def table(measured: dict) -> str:
     """For people."""
-    form = "{name:25} {s_per_step:9.4f} ± {spread:7.4f} {moe_share:6.0%} {tokens_per_s_per_rank:14,.0f} {mfu:>7} "
+    rows, ways = measured["rows"], {its["activation_checkpointing"] for its in measured["rows"]}
+    names = [named(its["moe"]) + (f", {its['activation_checkpointing']}" if len(ways) > 1 else "") for its in rows]
+    widest = max(map(len, names))
+    form = " {s_per_step:9.4f} ± {spread:7.4f} {moe_share:6.0%} {tokens_per_s_per_rank:14,.0f} {mfu:>7} "
     form += "{peak_bytes:>10} {loss:8.4f} {loss_difference:9.1e} {norm_difference:9.1e}"
     lines = ["{device}, {ranks} ranks, torch {torch}".format(**measured["machine"])]
-    heads = ("moe", "s/step", "in MoE", "tokens/s/rank", "MFU", "peak", "loss", "loss off", "norm off")
-    lines.append("{:25} {:>19} {:>6} {:>14} {:>7} {:>10} {:>8} {:>9} {:>9}".format(*heads))
-    for row in measured["rows"]:
-        moe = row["moe"]
-        name = " ".join(filter(None, (moe["type"], moe["stage"], moe["precision"], "compiled" * moe["compile"])))
-        lines.append(form.format(name=name, **row | shown(row)))
+    heads = ("s/step", "in MoE", "tokens/s/rank", "MFU", "peak", "loss", "loss off", "norm off")
+    lines.append("moe".ljust(widest) + " {:>19} {:>6} {:>14} {:>7} {:>10} {:>8} {:>9} {:>9}".format(*heads))
+    lines += [name.ljust(widest) + form.format(**its | shown(its)) for name, its in zip(names, rows)]
     return "\n".join(lines)
+
+
+def named(moe: dict) -> str:
+    """In a few words."""
+    extra = "compiled" * moe["compile"], "inputs" * (moe["save"] == "inputs")
+    return " ".join(filter(None, (moe["type"], moe["stage"], moe["precision"], *extra)))
 
 
 def main() -> int:
@@ -664,12 +700,13 @@ def main() -> int:
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="instead of the file's")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     parser.add_argument("--bench", action="store_true", help="instead: time a step of each implementation")
-    parser.add_argument("--json", action="store_true", help="print JSON: an object a line; with --bench one")
+    parser.add_argument("--json", action="store_true", help="print JSON: an object a line, a step or a round each")
     arguments = parser.parse_args()
     form = json.dumps if arguments.json else table if arguments.bench else line
     try:
         config = read(arguments.config, arguments.set)
-        for told in [bench(config)] if arguments.bench else train(config, arguments.resume):
+        steps = bench(config) if arguments.bench else train(config, arguments.resume)
+        for told in steps if arguments.json or not arguments.bench else deque(steps, maxlen=1):
             if dist.get_rank() == 0:
                 print(form(told), flush=True)
     except (ConfigError, tomllib.TOMLDecodeError, UnicodeDecodeError, ImportError, OSError) as error:

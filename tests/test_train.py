@@ -209,7 +209,7 @@ def test_bench_over_ranks(tmp_path):
     tables = config(dict(type="torch"), dict(ep=2))
     tables["bench"].update(moe=[trainer.parse(dict(type="torch", stage=name), trainer.MOE) for name in NAMES], rounds=1)
     _, second = facts(PLAIN, dict(ep=1), steps=2, lr=0.0)
-    for measured in on_ranks(2, lambda rank: trainer.bench(tables), tmp_path):
+    for (measured,) in on_ranks(2, lambda rank: list(trainer.bench(tables)), tmp_path):
         assert measured["rows"][0]["loss"] == pytest.approx(second["loss"], rel=1e-5)
         assert [row["moe"]["stage"] for row in measured["rows"]] == NAMES
         assert all(row["loss_difference"] < 1e-5 and row["norm_difference"] < 1e-4 for row in measured["rows"])
@@ -338,6 +338,10 @@ def test_the_files_are_read(path):
         ("parallel.ep=-1", "parallel.ep = -1: it must be above 0"),
         ("moe.type=tort", "moe.type = 'tort': it must be one of 'mega_moe', 'torch'"),
         ("train.activation_checkpointing=some", "one of 'full', 'all but the experts', 'none'"),
+        (
+            'bench.activation_checkpointing=["full", "some"]',
+            "'some']: it must be one of 'full', 'all but the experts', ",
+        ),
         ("moe.precision=fp4", "moe.precision = 'fp4': it must be one of '', 'fp8', 'fp8_bwd', 'mxfp8'"),
         ('bench.moe=[{stages="mega"}]', "unknown key moe.stages: [moe] takes type, stage, save"),
     ],
@@ -457,31 +461,57 @@ def test_the_time_of_a_step_is_shared_out(what, monkeypatch):
 
 
 def test_bench_from_the_command_line():
-    """All implementations at the same weights: their losses and norms differ by rounding, and their times do not
-    matter here."""
+    """An object a round, of all rounds so far. At the same weights losses and norms differ by rounding, and times do
+    not matter here."""
+    moes = [dict(type="torch"), dict(type="torch", stage="grouped_mm", compile=True), dict(stage="persistent")]
+    moes = [trainer.parse(moe, trainer.MOE) for moe in [*moes, dict(stage="persistent", precision="fp8")]]
     sizes = {**MODEL, "initializer_range": 0.2}
     changes = [f"model.{key}={value}" for key, value in sizes.items()]
-    changes += [f"data.text={TEXT}", "data.length=8", "data.batch=2", "bench.rounds=1"]
+    tables = ", ".join("{" + ", ".join(f"{key} = {json.dumps(its)}" for key, its in moe.items()) + "}" for moe in moes)
+    changes += [f"data.text={TEXT}", "data.length=8", "data.batch=2", "bench.rounds=2", f"bench.moe=[{tables}]"]
     sets = [word for change in changes for word in ("--set", change)]
     command = [sys.executable, "examples/train.py", "examples/tiny.toml", "--bench", "--json", *sets]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert ran.returncode == 0, ran.stderr
-    measured = json.loads(ran.stdout)
-    moes = [(row["moe"]["type"], row["moe"]["stage"]) for row in measured["rows"]]
-    torchs = [("torch", "eager"), ("torch", "grouped_mm"), ("torch", "grouped_mm")]
-    assert moes == [*torchs, ("mega_moe", "persistent"), ("mega_moe", "mega"), ("mega_moe", "persistent")]
-    assert [row["moe"]["compile"] for row in measured["rows"]] == [False, False, True, False, False, False]
-    assert [row["moe"]["precision"] for row in measured["rows"]] == ["", "", "", "", "", "fp8"]
-    for row in measured["rows"]:
-        assert row["s_per_step"] > 0 and row["tokens_per_s_per_rank"] == pytest.approx(16 / row["s_per_step"])
-        assert 0 < row["moe_share"] < 1
-    *same, fp8 = measured["rows"]
-    assert all(row["loss_difference"] < 1e-5 and row["norm_difference"] < 1e-4 for row in same)
-    assert 1e-4 < fp8["norm_difference"] < 0.1 and fp8["loss_difference"] < 0.05
-    text = trainer.table(measured).splitlines()
-    assert (
-        len(text) == 8 and text[5].startswith("mega_moe persistent ") and text[7].startswith("mega_moe persistent fp8 ")
-    )
-    assert text[4].startswith("torch grouped_mm compiled ")
+    first, measured = map(json.loads, ran.stdout.splitlines())
+    assert (first["rounds"], measured["rounds"]) == (1, 2)
+    assert 1 <= measured["load"]["max_load"] <= 4
+    for rows in (first["rows"], measured["rows"]):
+        assert [row["moe"] for row in rows] == moes
+        for row in rows:
+            assert row["s_per_step"] > 0 and row["tokens_per_s_per_rank"] == pytest.approx(16 / row["s_per_step"])
+            assert 0 < row["moe_share"] < 1 and row["activation_checkpointing"] == "full"
+        *same, fp8 = rows
+        assert all(row["loss_difference"] < 1e-5 and row["norm_difference"] < 1e-4 for row in same)
+        assert 1e-4 < fp8["norm_difference"] < 0.1 and fp8["loss_difference"] < 0.05
+    text = [line.split("  ")[0] for line in trainer.table(measured).splitlines()[2:]]
+    names = ["torch", "torch grouped_mm compiled", "mega_moe persistent", "mega_moe persistent fp8"]
+    assert [line.startswith(name) for line, name in zip(text, names, strict=True)] == [True] * 4
     if measured["machine"]["device"] == "CPU":
         assert all(row["mfu"] is row["peak_bytes"] is None for row in measured["rows"])
+
+
+def test_what_stands_side_by_side_unless_told():
+    names = lambda tables, ways: [trainer.named(moe) for moe in trainer.implementations(tables, ways)]
+    ours = ["mega_moe persistent", "mega_moe mega", "mega_moe persistent fp8", "mega_moe mega fp8"]
+    theirs = ["torch eager", "torch grouped_mm", "torch grouped_mm compiled"]
+    assert names(config(), ["full"]) == [*theirs, *ours]
+    assert names(config(), ["none", "all but the experts"]) == [*theirs[:2], *ours]
+    over_ranks = config(dict(save="inputs"), dict(ep=2))
+    ours = ["mega_moe ranks inputs", "mega_moe mega inputs", "mega_moe mega fp8 inputs"]
+    assert [name.removesuffix(" inputs") for name in names(over_ranks, ["full"])[:2]] == theirs[:2]
+    assert names(over_ranks, ["full"])[2:] == ours
+
+
+def test_bench_of_what_backward_makes_again():
+    """Each way with each implementation: experts run as often as it says, and no bit changes."""
+    tables = config(PLAIN, activation_checkpointing="full")
+    moes = [trainer.parse(PLAIN | dict(save=save), trainer.MOE) for save in ("pre", "inputs")]
+    tables["bench"].update(moe=moes, activation_checkpointing=list(KEPT), rounds=1)
+    with Counted() as counted:
+        (measured,) = trainer.bench(tables)
+    assert counted.calls["mega_moe::forward"] == 2 * 2 * sum(KEPT.values())
+    found = [(row["activation_checkpointing"], row["moe"]["save"]) for row in measured["rows"]]
+    assert found == [(way, save) for way in KEPT for save in ("pre", "inputs")]
+    assert all(row["loss_difference"] == row["norm_difference"] == 0 for row in measured["rows"])
+    assert "mega_moe reference inputs, all but the experts" in trainer.table(measured)
