@@ -9,6 +9,7 @@ from cases import DEVICE
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mega_moe import moe
 from mega_moe.integrations.prime_rl import Dispatch, MegaMoEExpertCompute, read_dispatch
 
 E, K, H, I, T = 4, 2, 20, 6, 7  # no multiple of 256, and none of 128
@@ -142,11 +143,27 @@ def test_options_reach_moe(monkeypatch):
     monkeypatch.setattr(f"{MegaMoEExpertCompute.__module__}.moe", lambda x, *_, **options: seen.append(options) or x)
     compute_of(experts)(experts, *routes())
     compute_of(experts, 3, stage="grouped", save="inputs")(experts, *routes())
+    compute_of(experts, 3, "fp8_bwd")(experts, *routes())
     both = dict(swiglu_limit=7.0, group=None, heap=None)
     assert seen == [
-        dict(stage=None, save=None, num_reserved_sms=16, **both),
-        dict(stage="grouped", save="inputs", num_reserved_sms=3, **both),
+        dict(stage=None, precision=None, save=None, num_reserved_sms=16, **both),
+        dict(stage="grouped", precision=None, save="inputs", num_reserved_sms=3, **both),
+        dict(stage=None, precision="fp8_bwd", save=None, num_reserved_sms=3, **both),
     ]
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8_bwd", "mxfp8"])
+def test_in_8_bits(precision):
+    """As moe has it, to the bit, and not as in bf16; only "fp8_bwd" multiplies in bf16 in forward."""
+    of = lambda precision: train(compute_of(GroupedExperts(), 0, precision, stage="reference"), GroupedExperts())
+    experts = GroupedExperts(dtype=torch.bfloat16)
+    x, scores, ids = routes(torch.bfloat16)
+    weights = (experts.gate_up_proj.unflatten(1, (2, -1)), experts.down_proj)
+    y = moe(x, ids, scores, *weights, stage="reference", precision=precision)
+    got, bf16 = of(precision), of("bf16")
+    assert torch.equal(got["y"], y.float())
+    assert torch.equal(got["y"], bf16["y"]) == (precision == "fp8_bwd")
+    assert not torch.equal(got["down_proj"], bf16["down_proj"])
 
 
 # What is refused
@@ -194,8 +211,10 @@ def test_calls_that_are_refused():
             MegaMoEExpertCompute(experts, E, wrong, None, T)
     with pytest.raises(ValueError, match="num_experts = 8, and 1 ranks with 4 experts each"):
         MegaMoEExpertCompute(experts, 8, K, None, T)
-    with pytest.raises(ValueError, match="precision = 'mxfp8' is not there yet over ranks: use"):
-        compute_of(experts, 16, "mxfp8")
+    with pytest.raises(ValueError, match="precision = 'fp8': stage \"grouped\" has 'bf16'"):
+        compute_of(experts, 16, "fp8", stage="grouped")
+    with pytest.raises(ValueError, match="precision must be one of 'bf16', 'fp8', 'fp8_bwd', 'mxfp8', not 'fp4'"):
+        compute_of(experts, 16, "fp4")
     with pytest.raises(ValueError, match="'pre' or 'inputs', not 'act'"):
         compute_of(experts, save="act")
     with pytest.raises(ValueError, match="stage='fastest': the stages are reference"):
@@ -219,6 +238,8 @@ def test_a_table(tmp_path):
     assert read_dispatch(toml("", "seq_len = 100")) == Dispatch(100, 16, "bf16")
     assert read_dispatch(toml("")) == Dispatch(2048)
     assert read_dispatch(toml("max_tokens_per_rank = 5", 'moe.compute.type = "bf16"')) == Dispatch(5)
+    for precision in ("fp8", "mxfp8", "fp8_bwd"):
+        assert read_dispatch(toml(f'precision = "{precision}"')) == Dispatch(2048, 16, precision)
 
 
 def test_a_table_of_another_type():
@@ -234,9 +255,6 @@ def test_a_table_of_another_type():
             "num_sms = 100\nfp8 = true",
             "has num_sms, fp8: .* its other keys are max_tokens_per_rank, num_reserved_sms, precision",
         ),
-        ('precision = "fp8"', "precision = 'fp8' is not there yet over ranks: use"),
-        ('precision = "mxfp8"', "precision = 'mxfp8' is not there yet"),
-        ('precision = "fp8_bwd"', "precision = 'fp8_bwd' is not there yet"),
         ('precision = "fp4"', "precision must be one of 'bf16', 'fp8', 'fp8_bwd', 'mxfp8', not 'fp4'"),
         ("num_reserved_sms = -1", "num_reserved_sms must be a whole number, 0 or more, not -1"),
         ("num_reserved_sms = 1.5", "num_reserved_sms must be a whole number, 0 or more, not 1.5"),
@@ -253,5 +271,7 @@ def test_tables_that_are_refused(table, said):
 def test_more_tables_that_are_refused():
     with pytest.raises(ValueError, match=re.escape("[trainer.model.moe.compute] asks for 'mxfp8': leave that")):
         read_dispatch(toml("", 'moe.compute.type = "mxfp8"'))
+    with pytest.raises(ValueError, match=re.escape("in fp8, and [trainer.model.moe.compute] asks for 'bf16'")):
+        read_dispatch(toml('precision = "fp8"', 'moe.compute.type = "bf16"'))
     with pytest.raises(ValueError, match="moe must be a table, not 'mega_moe'"):
         read_dispatch({"trainer": {"model": {"moe": "mega_moe"}}})

@@ -215,11 +215,22 @@ def test_no_rows():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_options_reach_moe(form, monkeypatch):
-    layer = layer_of(overridden(form, stage="grouped", save="inputs", num_reserved_sms=3))
+    options = dict(stage="mega", precision="fp8_bwd", save="inputs", num_reserved_sms=3)
+    layer = layer_of(overridden(form, **options))
     seen = []
     monkeypatch.setattr(ours, "moe", lambda x, *_, **options: seen.append(options) or x)
     layer(torch.randn(1, 3, H, device=DEVICE))
-    assert seen == [dict(stage="grouped", save="inputs", num_reserved_sms=3, group=None)]
+    assert seen == [dict(group=None, **options)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_in_8_bits(form):
+    """Near what it is in bf16, and not the same."""
+    layers = [layer_of(overridden(form, stage="reference", precision=precision)) for precision in (None, "fp8")]
+    expected, got = map(train, layers)
+    for name, its in expected.items():
+        lost = ((got[name] - its).norm() / its.norm()).item()
+        assert 1e-3 < lost < 0.2, f"{name}: lost {lost:.4f}"
 
 
 class WithBias(GroupedExperts):
@@ -255,7 +266,9 @@ def test_converters_that_would_have_no_effect_are_refused():
         (dict(stage="fastest"), ValueError, "stage='fastest': the stages are reference"),
         (dict(save="act"), ValueError, "'pre' or 'inputs', not 'act'"),
         (dict(num_reserved_sms=-1), ValueError, "num_reserved_sms"),
-        (dict(precision="fp8"), TypeError, "precision"),
+        (dict(precision="fp4"), ValueError, "precision must be 'bf16' or 'fp8' or 'fp8_bwd' or 'mxfp8', not 'fp4'"),
+        (dict(stage="grouped", precision="fp8"), ValueError, "precision = 'fp8': stage \"grouped\" has 'bf16'"),
+        (dict(precision_of_x="fp8"), TypeError, "precision_of_x"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_built(form, options, error, said):

@@ -36,7 +36,7 @@ class Dispatch:
     Attributes:
         max_tokens_per_rank: the most tokens that a rank brings to a call.
         num_reserved_sms: processors that are left to others, to NCCL for instance.
-        precision: of products; "bf16" today.
+        precision: what products read: "bf16", or in 8 bits "fp8", "fp8_bwd" (backward's alone) or "mxfp8".
     """
 
     max_tokens_per_rank: int
@@ -51,8 +51,6 @@ class Dispatch:
             raise ValueError(f"num_reserved_sms must be a whole number, 0 or more, not {self.num_reserved_sms!r}")
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision must be one of {', '.join(map(repr, PRECISIONS))}, not {self.precision!r}")
-        if self.precision != "bf16":
-            raise ValueError(f'precision = {self.precision!r} is not there yet over ranks: use "bf16"')
 
 
 def read_dispatch(config: Path | str | Mapping[str, Any]) -> Dispatch | None:
@@ -71,8 +69,8 @@ def read_dispatch(config: Path | str | Mapping[str, Any]) -> Dispatch | None:
             Without max_tokens_per_rank it is `seq_len` of the model's table.
 
     Raises:
-        ValueError: a key that is not one of these, a value that does not fit, a precision that is not there yet, a
-            `moe.compute` of another precision than the dispatch: where Mega MoE computes, it has no say.
+        ValueError: a key that is not one of these, a value that does not fit, a `moe.compute` of another precision than
+            the dispatch: where Mega MoE computes, it has no say.
     """
     if not isinstance(config, Mapping):
         config = tomllib.loads(Path(config).read_text(encoding="utf-8"))
@@ -89,7 +87,7 @@ def read_dispatch(config: Path | str | Mapping[str, Any]) -> Dispatch | None:
         dispatch = Dispatch(**keys)
     except ValueError as error:
         raise ValueError(f"[{TABLE}] {error}") from error
-    compute = table(layers, "compute").get("type", "bf16")
+    compute = table(layers, "compute").get("type", dispatch.precision)
     if compute != dispatch.precision:
         raise ValueError(
             f'[{TABLE}] type = "mega_moe" computes the experts too, in {dispatch.precision}, and [{TABLE[:-8]}compute] '
@@ -109,8 +107,9 @@ def table(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 class MegaMoEExpertCompute:
     """Computes the experts of an MoE layer of prime-rl over the ranks of a group, as its class of this name.
 
-    It multiplies in bf16, whatever the dtypes of x and of the weights are, adds up in fp32, and returns x's dtype.
-    Sizes are free. Heaps are made here, collectively, and shared by all layers of the group.
+    Whatever the dtypes of x and of the weights are, it multiplies in bf16, or in 8 bits what is rounded from there; it
+    adds up in fp32, and returns x's dtype. Sizes are free. Heaps are made here, collectively, and shared by all layers
+    of the group.
 
     Args:
         experts: an experts module with gate_up_proj (E/W, 2I, H), gate first, or gate_proj and up_proj (E/W, I, H), and
@@ -121,13 +120,14 @@ class MegaMoEExpertCompute:
         max_tokens_per_rank: the most tokens that a rank brings to a call: heaps are made for as many. Without a group
             any number is fine.
         num_reserved_sms: processors that are left to others, see `mega_moe.moe`.
-        precision: "bf16".
+        precision: what products read, see `mega_moe.moe`. "mega", the stage over ranks unless told, has all but
+            "mxfp8".
         stage: which rung computes, see `mega_moe.moe`; over ranks "ranks" or "mega".
         save: what forward keeps for backward, see `mega_moe.moe`.
 
     Raises:
         ValueError: experts that moe does not compute (see `validate`), num_experts that are not W times those here, an
-            option that does not fit, a precision that is not there yet.
+            option that does not fit, a precision that the stage does not have.
     """
 
     def __init__(
@@ -146,8 +146,12 @@ class MegaMoEExpertCompute:
         Dispatch(max_tokens_per_rank, num_reserved_sms, precision)
         if not isinstance(top_k, int) or not 1 <= top_k <= num_experts:
             raise ValueError(f"top_k = {top_k!r}: it must be a whole number, 1 .. num_experts = {num_experts}")
-        if stage is not None and not registry.stage(stage).over_ranks and group is not None:
+        rung = registry.stage(stage or (registry.DEFAULT if group is None else registry.DEFAULT_OVER_RANKS))
+        if group is not None and not rung.over_ranks:
             raise ValueError(f'stage "{stage}" runs on one rank: over a group use "ranks" or "mega"')
+        if precision not in rung.precisions:
+            able = ", ".join(map(repr, rung.precisions))
+            raise ValueError(f'[{TABLE}] precision = {precision!r}: stage "{rung.name}" has {able}')
         self.validate(experts)
         W = 1 if group is None else member(group).size()
         down_proj = local(experts.down_proj)
@@ -162,6 +166,7 @@ class MegaMoEExpertCompute:
             heap = heaps_for(group, "cuda" if device == "meta" else device, max_tokens_per_rank)
         self.options = dict(
             stage=stage,
+            precision=None if precision == "bf16" else precision,
             save=save,
             swiglu_limit=self.activation_clamp,
             num_reserved_sms=num_reserved_sms,

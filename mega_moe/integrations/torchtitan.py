@@ -40,7 +40,8 @@ except ImportError as error:
 class Experts(titan.GroupedExperts):
     """TorchTitan's grouped experts, with its parameters w1_EFD (gate), w3_EFD (up) and w2_EDF (down), computed by moe.
 
-    As TorchTitan's own they compute in bf16, whatever the dtypes of x and of the parameters are, and return x's dtype.
+    As TorchTitan's own they compute in bf16, whatever the dtypes of x and of the parameters are, or in 8 bits what is
+    rounded from there, and return x's dtype.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -48,6 +49,7 @@ class Experts(titan.GroupedExperts):
         """The options of `mega_moe.moe`."""
 
         stage: str | None = None
+        precision: str | None = None
         save: str | None = None
         num_reserved_sms: int = 0
 
@@ -58,7 +60,8 @@ class Experts(titan.GroupedExperts):
                 "converter, or the override"
             )
         super().__init__(config)
-        self.options = dict(stage=config.stage, save=config.save, num_reserved_sms=config.num_reserved_sms)
+        of_moe = ("stage", "precision", "save", "num_reserved_sms")
+        self.options = {name: getattr(config, name) for name in of_moe}
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
         """Rows sorted by expert, (R, H), and how many each expert has, (E,) -> (R, H). Rows beyond all of these are
@@ -109,9 +112,11 @@ class RoutedExperts(titan.RoutedExperts):
         ep_mesh = parallel_dims.get_optional_mesh("ep")
         if ep_mesh is None:
             return
-        stage = self.inner_experts.options["stage"]
-        if stage is not None and not registry.stage(stage).over_ranks:
+        stage, precision = (self.inner_experts.options[name] for name in ("stage", "precision"))
+        rung = registry.stage(stage or registry.DEFAULT_OVER_RANKS)
+        if not rung.over_ranks:
             raise ValueError(f'stage "{stage}" runs on one rank: over expert_parallel_degree use "ranks" or "mega"')
+        precision_of(rung, precision)
         self.group = ep_mesh.get_group()
         if self.max_tokens is not None:
             device = self.inner_experts.w2_EDF.device.type  # TorchTitan's trainer makes models on none
@@ -123,11 +128,19 @@ def local(w: Tensor) -> Tensor:
     return w.to_local() if isinstance(w, DTensor) else w
 
 
+def precision_of(rung: registry.Rung, precision: str | None) -> None:
+    """Raise ValueError if a rung has no products in a precision."""
+    if precision is not None and precision not in rung.precisions:
+        able = ", ".join(map(repr, rung.precisions))
+        raise ValueError(f'precision = {precision!r}: stage "{rung.name}" has {able}')
+
+
 @override(target=titan.RoutedExperts.Config, description="Routed experts by mega_moe, dispatch and combine included")
 def routed_experts(
     cfg: titan.RoutedExperts.Config,
     *,
     stage: str | None = None,
+    precision: str | None = None,
     save: str | None = None,
     num_reserved_sms: int = 0,
     max_tokens: int | None = None,
@@ -141,6 +154,7 @@ def routed_experts(
     Args:
         cfg: what TorchTitan hands over, a node of its config.
         stage: which rung computes, see `mega_moe.moe`; over ranks "ranks" or "mega".
+        precision: what products read, see `mega_moe.moe`. None: bf16.
         save: what forward keeps for backward, see `mega_moe.moe`.
         num_reserved_sms: processors that are left to others, see `mega_moe.moe`.
         max_tokens: over ranks, the most tokens that a rank brings to a call, local_batch_size * seq_len over the
@@ -155,11 +169,11 @@ def routed_experts(
         raise ValueError(f"{type(cfg).__qualname__} is not RoutedExperts.Config of TorchTitan: another override has it")
     if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
         raise ValueError(f"max_tokens = {max_tokens!r}: it must be a whole number, at least 1")
-    its = cfg.token_dispatcher
+    its, options = cfg.token_dispatcher, dict(save=save, num_reserved_sms=num_reserved_sms)
     return derive(
         cfg,
         RoutedExperts.Config,
-        inner_experts=grouped_experts(cfg.inner_experts, stage=stage, save=save, num_reserved_sms=num_reserved_sms),
+        inner_experts=grouped_experts(cfg.inner_experts, stage=stage, precision=precision, **options),
         token_dispatcher=LocalTokenDispatcher.Config(num_experts=its.num_experts, top_k=its.top_k),  # does nothing
         max_tokens=max_tokens,
     )
@@ -170,6 +184,7 @@ def grouped_experts(
     cfg: titan.GroupedExperts.Config,
     *,
     stage: str | None = None,
+    precision: str | None = None,
     save: str | None = None,
     num_reserved_sms: int = 0,
 ) -> Experts.Config:
@@ -185,7 +200,7 @@ def grouped_experts(
             "w3_EFD and w2_EDF, in bf16, without biases and without quantization: leave out the override for this "
             "model, or what has changed its experts"
         )
-    check_options(None, save, num_reserved_sms=num_reserved_sms)
+    check_options(None, save, precision, num_reserved_sms=num_reserved_sms)
     if stage is not None:
-        registry.stage(stage)
-    return derive(cfg, Experts.Config, stage=stage, save=save, num_reserved_sms=num_reserved_sms)
+        precision_of(registry.stage(stage), precision)
+    return derive(cfg, Experts.Config, stage=stage, precision=precision, save=save, num_reserved_sms=num_reserved_sms)

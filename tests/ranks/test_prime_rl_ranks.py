@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 from cases import on_cpu
@@ -21,7 +22,9 @@ W, E, K, H, I = 2, 4, 2, 20, 6
 TOKENS = (5, 2)  # of each rank
 
 
-def train(rank: int | None, group: dist.ProcessGroup | None) -> tuple[list[Tensor], MegaMoEExpertCompute, tuple]:
+def train(
+    rank: int | None, group: dist.ProcessGroup | None, precision: str
+) -> tuple[list[Tensor], MegaMoEExpertCompute, tuple]:
     """y and every gradient, of a rank or (None) of all; what computed it; what it was called with."""
     torch.manual_seed(0)
     experts, tokens = slice(None), slice(None)
@@ -35,15 +38,19 @@ def train(rank: int | None, group: dist.ProcessGroup | None) -> tuple[list[Tenso
     x, scores, gate_up, down = leaves
     silu = SimpleNamespace(apply=lambda gate, up: F.silu(gate) * up)
     module = SimpleNamespace(gate_up_proj=gate_up, down_proj=down, activation=silu)
-    compute = MegaMoEExpertCompute(module, E, K, group, max_tokens_per_rank=sum(TOKENS) - 1 if group else sum(TOKENS))
+    max_tokens, stage = sum(TOKENS) - (group is not None), None if group else "mega"
+    compute = MegaMoEExpertCompute(module, E, K, group, max_tokens, precision=precision, stage=stage)
     y = compute(module, x, scores, ids)
     y.backward(dy)
     return [y.detach(), *(leaf.grad for leaf in leaves)], compute, (module, x, scores, ids)
 
 
-def test_over_ranks(tmp_path):
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_over_ranks(precision, tmp_path):
     def work(rank: int) -> tuple[list[Tensor], str]:
-        results, compute, (module, *routes) = train(rank, dist.group.WORLD)
+        results, compute, (module, *routes) = train(rank, dist.group.WORLD, precision)
+        none = what(MegaMoEExpertCompute, module, E, K, dist.group.WORLD, 1, precision="mxfp8")
+        assert none.endswith("dispatch] precision = 'mxfp8': stage \"mega\" has 'bf16', 'fp8', 'fp8_bwd'")
         one_rank = what(MegaMoEExpertCompute, module, E, K, dist.group.WORLD, 1, stage="persistent")
         assert one_rank == 'ValueError: stage "persistent" runs on one rank: over a group use "ranks" or "mega"'
         heap = compute.options["heap"]
@@ -54,7 +61,7 @@ def test_over_ranks(tmp_path):
         said = what(lambda: (compute(module, *routes).sum().backward(), heap.check()))
         return results, said
 
-    expected, _, _ = train(None, None)
+    expected, _, _ = train(None, None, precision)
     on_rank = on_ranks(W, work, tmp_path)
     for its, *mine in zip(expected, *(results for results, _ in on_rank)):
         assert its.abs().max() > 1e-2
