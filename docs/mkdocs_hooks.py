@@ -19,6 +19,7 @@ from mkdocs.structure.files import File
 from recording import LESSONS, as_page, record
 
 _MATHML = LatexToMathML(fancy_error=False)
+_LESSON = re.compile(r"\]\(((?:\.\./)*)\.\./tutorials/(\w+)\.py(#[\w-]+)?\)")
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 
 
@@ -36,6 +37,11 @@ def on_files(files, config):
             files.append(File.generated(config, f"js/{path.name}", content=path.read_text()))
     files.append(File.generated(config, "js/roofline_data.js", content=roofline_data.as_script()))
     return files
+
+
+def on_page_markdown(markdown, **_):
+    """Where a page links to the source of a lesson, which is what there is on GitHub, the site has the lesson."""
+    return _LESSON.sub(r"](\1lessons/\2.md\3)", markdown)
 
 
 def on_page_content(html, page, **_):

@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from pathlib import Path
 
 import pytest
 import torch
@@ -275,3 +276,14 @@ def test_more_tables_that_are_refused():
         read_dispatch(toml('precision = "fp8"', 'moe.compute.type = "bf16"'))
     with pytest.raises(ValueError, match="moe must be a table, not 'mega_moe'"):
         read_dispatch({"trainer": {"model": {"moe": "mega_moe"}}})
+
+
+def test_the_page_s_example_runs(capsys):
+    page = (Path(__file__).parents[1] / "docs" / "integrations" / "prime_rl.md").read_text()
+    example, printed = re.search(
+        r"^```python\n(.*?)^```\n.*?^```text\n(.*?)^```$", page, re.DOTALL | re.MULTILINE
+    ).groups()
+    exec(compile(example, "docs/integrations/prime_rl.md", "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out == printed
+    for precision in ("fp8", "fp8_bwd", "mxfp8"):
+        assert f'"{precision}"' in re.search(r"^```toml\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)[1]

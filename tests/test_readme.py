@@ -37,6 +37,20 @@ def test_an_example_runs_and_prints_what_its_page_says(page, code, capsys):
         assert printed in blocks(page, "text")
 
 
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+MADE_BY_THE_SITE = {"js/trace.json"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere_in_the_checkout(page):
+    """So they do on GitHub. The site's own links are looked at where it is built."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        path = link.partition("#")[0]
+        if path and ":" not in path and path not in MADE_BY_THE_SITE:
+            assert (page.parent / path).exists(), link
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it shows how ranks meet without a GPU")
 def test_two_ranks_on_a_cpu_print_what_their_page_says(tmp_path):
     (program,) = (code for code in blocks("docs/running.md", "py") if "two_ranks" not in code and "MoE(" in code)

@@ -327,10 +327,9 @@ for found in None, "0.2.1", "0.30.0", "0.3.7":
 
 
 def test_the_page_s_example_runs(capsys):
-    page = (Path(__file__).parents[1] / "docs" / "integrations.md").read_text()
-    section = page[page.index("## TorchTitan") :]
+    page = (Path(__file__).parents[1] / "docs" / "integrations" / "torchtitan.md").read_text()
     example, printed = re.search(
-        r"^```python\n(.*?)^```\n.*?^```text\n(.*?)^```$", section, re.DOTALL | re.MULTILINE
+        r"^```python\n(.*?)^```\n.*?^```text\n(.*?)^```$", page, re.DOTALL | re.MULTILINE
     ).groups()
-    exec(compile(example, "docs/integrations.md", "exec"), {"__name__": "__main__"})
+    exec(compile(example, "docs/integrations/torchtitan.md", "exec"), {"__name__": "__main__"})
     assert capsys.readouterr().out == printed

@@ -385,9 +385,9 @@ except ImportError as error:
 
 
 def test_the_page_s_example_runs(capsys):
-    page = (Path(__file__).parents[1] / "docs" / "integrations.md").read_text()
+    page = (Path(__file__).parents[1] / "docs" / "integrations" / "transformers.md").read_text()
     example, printed = re.search(
         r"^```python\n(.*?)^```\n.*?^```text\n(.*?)^```$", page, re.DOTALL | re.MULTILINE
     ).groups()
-    exec(compile(example, "docs/integrations.md", "exec"), {"__name__": "__main__"})
+    exec(compile(example, "docs/integrations/transformers.md", "exec"), {"__name__": "__main__"})
     assert capsys.readouterr().out == printed

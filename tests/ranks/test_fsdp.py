@@ -1,5 +1,11 @@
 """Sharded by FSDP2, a layer over ranks takes the steps of one process that has all of the tokens."""
 
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from cases import on_cpu
@@ -123,3 +129,19 @@ def test_what_is_refused(tmp_path):
         assert "two named dimensions" in no_dp and "two named dimensions" in wrong_ep
         assert "MoE(..., group=ep_mesh.get_group())" in no_group
         assert "MixedPrecisionPolicy(reduce_dtype=" in half
+
+
+@pytest.mark.parametrize("W", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_the_page_s_example_runs(W, tmp_path):
+    """Any number of processes prints the same losses."""
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "integrations" / "fsdp2.md").read_text()
+    example, printed = re.search(
+        r"^```python\n(.*?)^```\n.*?^```text\n(.*?)^```$", page, re.DOTALL | re.MULTILINE
+    ).groups()
+    (tmp_path / "fsdp2.py").write_text(example)
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={W}", "fsdp2.py"]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    ran = subprocess.run(start, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == printed.replace("ranks: 2", f"ranks: {W}")
