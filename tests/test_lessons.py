@@ -17,6 +17,9 @@ recording = pytest.importorskip("recording", reason="a lesson is recorded with w
 pytestmark = pytest.mark.xdist_group("site")  # the site renders what is recorded here: one process, no lesson twice
 
 lessons = pytest.mark.parametrize("lesson", recording.LESSONS, ids=lambda lesson: lesson.stem)
+exercising = pytest.mark.parametrize(
+    "lesson", [path for path in recording.LESSONS if path.stem != "course"], ids=lambda lesson: lesson.stem
+)
 each_rung = pytest.mark.parametrize("taught", LADDER, ids=lambda rung: rung.name)
 
 
@@ -94,14 +97,25 @@ def test_the_text_of_an_answer_says_what_its_check_asserts(taught):
         assert all(number in said or round(100 * number) in said for number in numbers), answer
 
 
-@each_rung
-def test_a_wrong_answer_is_refused(taught):
-    """Each number of each answer, put wrong, makes the exercise's own check raise."""
-    (lesson,) = (path for path in recording.LESSONS if path.stem == taught.module)
+@exercising
+def test_a_wrong_answer_is_refused(lesson):
+    """Each number of each answer, put wrong, makes the exercise's own check raise, and say what is off."""
     tried = recording.wrong_answers(recording.record(lesson))
 
     assert len(tried) >= 2
-    assert not [answer for answer, error in tried if not error]
+    assert [answer for answer, error in tried if error != "NotYet"] == []
+
+
+@exercising
+def test_an_exercise_says_where_to_look_again(lesson):
+    """Under a heading that the lesson has, for each part of the answer."""
+    source = lesson.read_text()
+    headings = re.findall(r"^# ## (.*)$", source, re.MULTILINE)
+    cells = [cell for cell in source.split("\n# %%") if cell.startswith(' tags=["solution"]')]
+    assert len(cells) >= 2
+    for cell in cells:
+        hints = re.findall(r'\(\s*"([^"]+)",\s*"', cell.partition("see=")[2].partition("\n)\n")[0])
+        assert hints and set(hints) <= set(headings), hints
 
 
 @pytest.mark.full

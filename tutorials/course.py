@@ -63,8 +63,9 @@ INK = "#1f2430"
 RUNG, OTHERS, DENSE, CEILING = "#2e6f9e", "#9aa0a8", "#5f8a3a", "#b89b2f"
 print(record)
 h200 = roofline.ceiling("NVIDIA H200")
-_, panels = plt.subplots(1, max(len(record.problems), 1), figsize=(10, 5.4), layout="constrained", squeeze=False)
-for axes, shape in zip(panels[0], record.problems):
+shapes = max(len(record.problems), 1)
+_, panels = plt.subplots(shapes, 1, figsize=(7.4, 4.6 * shapes), layout="constrained", squeeze=False)
+for axes, shape in zip(panels[:, 0], record.problems):
     rows = [row for (of, _, what), row in record.rows.items() if of == shape and what == "forward+backward"]
     colours = {"rung": RUNG, "ceiling": DENSE}
     bars = [
@@ -77,7 +78,7 @@ for axes, shape in zip(panels[0], record.problems):
     for at, (ms, _, colour) in enumerate(sorted(bars)):
         axes.barh(at, ms, color=colour)
         axes.text(ms, at, f" {ms:.1f}", va="center", color=INK, fontsize=8)
-    axes.set_yticks(range(len(bars)), [label for _, label, _ in sorted(bars)], fontsize=7)
+    axes.set_yticks(range(len(bars)), [label for _, label, _ in sorted(bars)], fontsize=8)
     axes.set(title=shape, xlabel="ms, forward and backward of one layer, T = 16384", ylim=(-0.6, len(bars) - 0.4))
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(left=False)
@@ -334,8 +335,9 @@ table(("lesson", "one idea", "stage=", "to read", "afterwards you can"), *lesson
 # ```
 #
 # **Exercises** end in a cell that begins with `answer = ...`. Put yours there and run it: the rest of the cell computes
-# what is right, and raises if yours is not. (When these pages are built every check is tried on wrong answers too, so
-# that none says yes to anything.)
+# what is right. If yours is not, it says which part is off, in which direction, and under which heading to look again;
+# what is right it keeps to itself. Two digits will do. (When these pages are built every check is tried on wrong answers
+# too, so that none says yes to anything.)
 #
 # **In your own model** the flag is one word, `MoE(..., stage="grouped")` or `layer.stage = "grouped"`, and may change
 # between two steps: [the layer, and the flag](../index.md#the-layer-and-the-flag).

@@ -38,6 +38,7 @@ if not torch.cuda.is_available():
 
 import mega_moe
 from mega_moe import Problem, reference, roofline
+from mega_moe.exercises import check
 from mega_moe.launches import launches
 from mega_moe.parity import Oracle
 from mega_moe.reference.forward import combine, dispatch, gate_up, swiglu
@@ -531,7 +532,14 @@ if not recorded:
 # %% tags=["solution"]
 answer = dict(still_exact=28672, first_zero=458752)
 
-assert answer == dict(still_exact=448 * 2**6, first_zero=448 * 2**10)
+check(
+    answer,
+    dict(still_exact=448 * 2**6, first_zero=448 * 2**10),
+    see=dict(
+        still_exact=("256 codes", "where the plateau ends, below the largest code"),
+        first_zero=("256 codes", "half of the smallest code, below the largest"),
+    ),
+)
 for largest in (1.0, 1000.0):
     edge, gone = largest / answer["still_exact"], largest / answer["first_zero"]
     for value, exact, zero in (
@@ -564,9 +572,21 @@ answer = dict(million_weights=604, scales_MiB=18, square_MiB=0.14, codes_MiB=576
 
 p = PRESETS["qwen3-30b-a3b"]
 weights = 3 * p.E * p.H * p.I
-assert round(weights / 1e6) == answer["million_weights"] and weights / 2**20 == answer["codes_MiB"]
-assert round(weights / 128 * 4 / 2**20) == answer["scales_MiB"]
-assert round(weights / 128**2 * 4 / 2**20, 2) == answer["square_MiB"]
+check(
+    answer,
+    dict(
+        million_weights=round(weights / 1e6),
+        scales_MiB=round(weights / 128 * 4 / 2**20),
+        square_MiB=weights / 128**2 * 4 / 2**20,
+        codes_MiB=round(weights / 2**20),
+    ),
+    see=dict(
+        million_weights=("What it costs, and gains", "three matrices of H by I, for each of 128 experts"),
+        scales_MiB=("Where blocks lie", "4 bytes for each 128 weights"),
+        square_MiB=("Where blocks lie", "4 bytes for each 128 by 128 weights"),
+        codes_MiB=("Where blocks lie", "a byte a weight, once more for the other axis"),
+    ),
+)
 rows_differ = torch.randn(256, 512, generator=generator) * 2.0 ** torch.randint(-9, 1, (256, 1), generator=generator)
 square, line = (off(Format(fp32_scale, 128, across).weights(rows_differ), rows_differ) for across in (128, 1))
 print(square, line)

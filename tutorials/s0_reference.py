@@ -31,6 +31,7 @@ import torch
 from torch.nn.functional import silu
 
 from mega_moe import LADDER, MoE, Problem, recorded, reference, roofline
+from mega_moe.exercises import check
 from mega_moe.launches import launches
 from mega_moe.reference.backward import (
     combine_backward,
@@ -420,7 +421,7 @@ print(f'stage="{layer.stage}": loss {loss.item():.6f}, norm of the gradient of d
 # ## Exercises
 #
 # Work them out with a pencil, then open the answer. Below each answer stands a cell that checks it: in a notebook, write
-# your own `answer` there and run it.
+# your own `answer` there and run it. If it is not right, it says what is off, and where in the lesson to look again.
 #
 # **1.** The router unmasks token 2's second route and sends it to expert 1: `topk_ids[2]` is `[0, 1]` now. What becomes
 # of `row_start`? Which row does the new route get, and what are the two numbers of $y_2$?
@@ -438,9 +439,16 @@ unmasked = topk_ids.clone()
 unmasked[2, 1] = 1
 plan_then = reference.plan(unmasked, num_experts=3)
 y_then, _ = reference.forward(x, unmasked, topk_weights, w_gate_up, w_down)
+check(
+    answer,
+    dict(row_start=plan_then.row_start.tolist(), row=plan_then.row_of_slot[2, 1].item(), y=y_then[2].tolist()),
+    see=dict(
+        row_start=("The plan: who sits in which row", "count each expert's routes, and add up those before it"),
+        row=("The plan: who sits in which row", "within an expert rows keep the order of the tokens"),
+        y=("Forward, in five steps", "what token 2 had, and the new route's out times its router weight"),
+    ),
+)
 print(f"row_start {plan_then.row_start.tolist()}, row {plan_then.row_of_slot[2, 1]}, y[2] {y_then[2]}")
-assert plan_then.row_start.tolist() == answer["row_start"] and plan_then.row_of_slot[2, 1] == answer["row"]
-torch.testing.assert_close(y_then[2], torch.tensor(answer["y"]), atol=1e-4, rtol=0)
 
 # %% [markdown]
 # **2.** A colleague keeps `weighted_out = weight * out` from forward, because combine needs it anyway, and computes the
@@ -464,7 +472,18 @@ colleague = (dy_rows * weighted_out).sum(-1) / some[plan.token_of_row, plan.slot
 ours = router_weights_backward(dact, act, some, plan)
 
 row = plan.row_of_slot[0, 1]
-print(f"colleague {colleague[row]:.4f}, ours {ours[0, 1]:.4f}, by definition {(dy[0] * out[row]).sum():.4f}")
+by_definition = (dy[0] * out[row]).sum()
+check(
+    answer,
+    dict(weight=0.0, gradient=by_definition.item()),
+    see=dict(
+        weight=(
+            "Backward, the same five from last to first",
+            "for which weight is the colleague's quotient no number?",
+        ),
+        gradient=("Backward, the same five from last to first", "what the router's weight multiplies, along dy"),
+    ),
+)
 assert colleague[row].isnan()
-torch.testing.assert_close(ours[0, 1], (dy[0] * out[row]).sum())
-torch.testing.assert_close(ours[0, 1].item(), answer["gradient"], atol=1e-4, rtol=0)
+torch.testing.assert_close(ours[0, 1], by_definition)
+print(f"colleague {colleague[row]:.4f}, ours {ours[0, 1]:.4f}, by definition {by_definition:.4f}")

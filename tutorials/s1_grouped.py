@@ -39,6 +39,7 @@ if not torch.cuda.is_available():
 
 from mega_moe import LADDER, MoE, Problem, recorded, roofline, routing
 from mega_moe import reference as plain_torch
+from mega_moe.exercises import check
 from mega_moe.kernels.blocks import blocks_of_target
 from mega_moe.kernels.combine import combine, dispatch_backward
 from mega_moe.kernels.dispatch import dispatch
@@ -517,15 +518,21 @@ answer = dict(launched=1152, hold_rows=1024, padding=0.06)
 
 BLOCK_R = blocks_of_target("sm_90", torch.bfloat16).rows.BLOCK_R
 routing_only = PRESETS["qwen3-30b-a3b"].at(H=1, I=1, device=device, dtype=torch.float32)
-assert routing_only.R // BLOCK_R + routing_only.E == answer["launched"]
 holding = {}
 for name in ("balanced", "zipf"):
     rows_of_expert = random_inputs(routing_only, name)[0].topk_ids.flatten().bincount(minlength=routing_only.E)
     holding[name] = ((rows_of_expert + BLOCK_R - 1) // BLOCK_R).sum().item()
 padding = 1 - routing_only.R / (holding["zipf"] * BLOCK_R)
+check(
+    answer,
+    dict(launched=routing_only.R // BLOCK_R + routing_only.E, hold_rows=holding["balanced"], padding=padding),
+    see=dict(
+        launched=("Which expert does a block of rows belong to?", "whole blocks of all R routes, and what is to spare"),
+        hold_rows=("Which expert does a block of rows belong to?", "the rows of one expert over the rows of a block"),
+        padding=("Which expert does a block of rows belong to?", "an expert's last block is half empty, on average"),
+    ),
+)
 print(f"blocks that hold rows: {holding}; by Zipf's law {padding:.1%} of the multiplication is padding")
-assert holding["balanced"] == answer["hold_rows"]
-assert abs(padding - answer["padding"]) < 0.004
 
 # %% [markdown]
 # **2.** Somebody simplifies the formula: $\mathrm{first\_block}(e) = \lfloor \mathrm{row\_start}[e] / B \rfloor$, with
@@ -553,8 +560,17 @@ def lost(starts, B):
     return sorted(set(range(starts[-1])) - found)
 
 
-print(f"lost: rows {lost(row_start, 2)}, tokens {[plan.token_of_row[row].item() for row in lost(row_start, 2)]}")
-assert lost(row_start, 2) == [answer["row"]] and plan.token_of_row[answer["row"]] == answer["token"]
+(row,) = lost(row_start, 2)
 routings = torch.randint(9, (200, 5), generator=torch.Generator(device).manual_seed(0)).cumsum(1).tolist()
 right = [B for B in range(1, 9) if not any(lost([0, *starts], B) for starts in routings)]
-assert right == [answer["right_B"]]
+assert len(right) == 1
+check(
+    answer,
+    dict(row=row, token=plan.token_of_row[row].item(), right_B=right[0]),
+    see=dict(
+        row=("Which expert does a block of rows belong to?", "write down first_block, and who owns each block"),
+        token=("The plan, made on the device", "token_of_row of the row that is lost"),
+        right_B=("Which expert does a block of rows belong to?", "when does no expert begin in the middle of a block?"),
+    ),
+)
+print(f"lost: row {row}, of token {plan.token_of_row[row]}")

@@ -39,6 +39,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads this when it is imported, below
 
 from mega_moe import LADDER, MoE, Problem, recorded, roofline
+from mega_moe.exercises import check
 from mega_moe.kernels.blocks import blocks_of_target
 from mega_moe.kernels.dispatch import dispatch
 from mega_moe.kernels.fused_swiglu import dact_swiglu, gate_up_swiglu
@@ -611,10 +612,21 @@ for name in ("grouped", "swiglu"):
 answer = dict(MB=805, ms=0.17, promised=0.38)
 
 fewer = [sum(sum(bill[k][1:]) for k in old) - sum(bill[new][1:]) for *old, new in (list(bill)[:3], list(bill)[3:])]
+assert fewer == [4 * shape.R * shape.I] * 2
+check(
+    answer,
+    dict(
+        MB=round(sum(fewer) / 1e6),
+        ms=sum(fewer) / h200.gb_per_s / 1e6,
+        promised=sum(predicted(shape, h200, hidden=True)),
+    ),
+    see=dict(
+        MB=("What the rung below costs", "what is written or read there and not here: pre, and dact twice; in bf16"),
+        ms=("What the rung below costs", "bytes over the bandwidth of the data sheet"),
+        promised=("The idea", "the figure counts each kernel as the longer of its arithmetic and its bytes"),
+    ),
+)
 print(f"bytes fewer, forward and backward: {fewer}; {sum(fewer) / h200.gb_per_s / 1e6:.3f} ms")
-assert fewer == [4 * shape.R * shape.I] * 2 and round(sum(fewer) / 1e6) == answer["MB"]
-assert round(sum(fewer) / h200.gb_per_s / 1e6, 2) == answer["ms"]
-assert round(sum(predicted(shape, h200, hidden=True)), 2) == answer["promised"]
 
 # %% [markdown]
 # **2.** In the first figure, arithmetic and memory of `dact_swiglu` end almost together. Keep I = 768 and E = 128 with
@@ -638,5 +650,12 @@ def covered(H):
 tile = blocks_of_target("sm_90", torch.bfloat16).dact  # whose sizes the text counts with
 assert (tile.BLOCK_R, tile.BLOCK_N, tile.CHUNK, tile.num_warps, tile.num_stages) == (128, 256, 32, 8, 4)
 least = next(H for H in range(1, 4096) if covered(H))
+check(
+    answer,
+    least,
+    see=(
+        "What the rung below costs",
+        "set 2HI flops a row equal to its bytes: dy, the epilogue's, a share of the weight",
+    ),
+)
 print(f"the least H: {least}")
-assert least == answer

@@ -39,6 +39,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads this when it is imported, below
 
 from mega_moe import LADDER, MoE, Problem, recorded, roofline
+from mega_moe.exercises import check
 from mega_moe.kernels.blocks import blocks_of_target
 from mega_moe.kernels.combine import sum_slots
 from mega_moe.kernels.gathered import gathered_dact, gathered_gate_up, gathered_weight_grad, slot_gemm
@@ -643,20 +644,29 @@ for name in ("swiglu", "gather"):
 # %% tags=["solution"]
 answer = dict(tokens=32768, MiB=192)
 
-early, late = ("dw_down", "dx", "dw_gate_up"), tuple(parts)
-assert shape.E * shape.H // shape.K == answer["tokens"]
+early, late, tried = ("dw_down", "dx", "dw_gate_up"), tuple(parts), []
 for T_tried in (16384, 32768 - 1024, 32768, 32768 + 1024, 65536):
     MiB_at = sizes(shape.at(T=T_tried))
     early_peak, late_peak = (
         peak([dact, *(launch for part in order for launch in parts[part])], MiB_at, ("y", "pre"))
         for order in (early, late)
     )
+    tried.append((T_tried, early_peak, late_peak))
+equal = [T_tried for T_tried, early_peak, late_peak in tried if early_peak == late_peak]
+assert equal == [shape.E * shape.H // shape.K]
+assert all((early_peak > late_peak) == (T_tried < equal[0]) for T_tried, early_peak, late_peak in tried[:2] + tried[3:])
+_, early_peak, late_peak = tried[0]
+assert late_peak == min(row[tokens.index(16384)] for row in peaks.values())
+check(
+    answer,
+    dict(tokens=equal[0], MiB=round(early_peak - late_peak)),
+    see=dict(
+        tokens=("What changed in the recipe", "one order keeps dw_down meanwhile, the other weighted_act: when equal?"),
+        MiB=("What changed in the recipe", "the difference of those two, in bf16"),
+    ),
+)
+for T_tried, early_peak, late_peak in tried:
     print(f"{T_tried:6} tokens: dw_down early {early_peak:6.0f} MiB, late {late_peak:6.0f} MiB")
-    assert (late_peak <= early_peak) == (T_tried <= answer["tokens"])
-    assert (early_peak <= late_peak) == (answer["tokens"] <= T_tried)
-    if T_tried == 16384:
-        assert early_peak - late_peak == MiB_at["weighted_act"] == answer["MiB"]
-        assert late_peak == min(row[tokens.index(T_tried)] for row in peaks.values())
 
 # %% [markdown]
 # **2.** In the weight gradients' kernel, a row behind the expert's end is masked in `a` *and* in the tokens. Zero times
@@ -679,6 +689,13 @@ inside = torch.tensor([[1.0], [0.0]])
 masked = lambda t: torch.where(inside > 0, t, 0.0)
 tokens_alone, a_alone = rows_of_a.mT @ masked(tokens_of_rows), masked(rows_of_a).mT @ tokens_of_rows
 both_masked = masked(rows_of_a).mT @ masked(tokens_of_rows)
+check(
+    answer,
+    dict(tokens_alone_nan=tokens_alone.isnan().item(), a_alone_nan=a_alone.isnan().item(), both=both_masked.item()),
+    see=dict(
+        tokens_alone_nan=("The kernels", "a masked token is 0; what is that times what nobody wrote?"),
+        a_alone_nan=("The kernels", "a masked `a` is 0; what is that times the next expert's token?"),
+        both=("The kernels", "only the expert's own row is left of the sum"),
+    ),
+)
 print(f"tokens masked {tokens_alone.item()}, a masked {a_alone.item()}, both {both_masked.item()}")
-assert tokens_alone.isnan().item() == answer["tokens_alone_nan"] and a_alone.isnan().item() == answer["a_alone_nan"]
-assert both_masked.item() == answer["both"]

@@ -43,6 +43,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads this when it is imported, below
 
 from mega_moe import LADDER, MoE, recorded, roofline, routing
+from mega_moe.exercises import check
 from mega_moe.kernels import persistent as kernels
 from mega_moe.kernels.blocks import blocks_of_target, nearest, persistent_for
 from mega_moe.kernels.plan import plan as make_plan
@@ -747,8 +748,17 @@ for name in ("gather", "persistent"):
 answer = dict(longest_first=4, shortest_first=5)
 
 rows_of_experts = plan.row_start.diff().tolist()
-assert ends(timeline(sorted(rows_of_experts, reverse=True), 2)) == answer["longest_first"]
-assert ends(timeline(sorted(rows_of_experts), 2)) == answer["shortest_first"]
+check(
+    answer,
+    dict(
+        longest_first=ends(timeline(sorted(rows_of_experts, reverse=True), 2)),
+        shortest_first=ends(timeline(sorted(rows_of_experts), 2)),
+    ),
+    see=dict(
+        longest_first=("Who takes which tile?", "whoever is free draws the next; the launch ends with the last tile"),
+        shortest_first=("Who takes which tile?", "when does the longest tile begin, if it is drawn last?"),
+    ),
+)
 dice = np.random.default_rng(0)
 late = []
 for _ in range(300):
@@ -775,8 +785,15 @@ answer = dict(tiles=48, share=0.36, reached=False)
 
 tiles_of_expert = tiles_of(PRESETS["qwen3-30b-a3b"], "dw_down") // 128
 from_share = tiles_of_expert / PROCESSORS
-assert tiles_of_expert == answer["tiles"] and round(from_share, 2) == answer["share"]
-assert (1 / 8 > from_share) == answer["reached"]
+check(
+    answer,
+    dict(tiles=tiles_of_expert, share=from_share, reached=1 / 8 > from_share),
+    see=dict(
+        tiles=("The tile table", "dw_down is H by I for each expert, in tiles of 128 by 256"),
+        share=("Who takes which tile?", "one tile of the busy expert, against all work over the processors"),
+        reached=("Who takes which tile?", "the largest share that an expert can have, if each token picks it once"),
+    ),
+)
 for share in (1 / 8, 0.3, 0.36, 0.37, 0.5):
     rows_of_experts = [share] + [(1 - share) / 127] * 127
     lengths = [rows for rows in rows_of_experts for _ in range(tiles_of_expert)]

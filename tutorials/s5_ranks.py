@@ -49,6 +49,7 @@ if not torch.cuda.is_available():
 
 import mega_moe
 from mega_moe import LocalHeaps, moe, recorded, roofline
+from mega_moe.exercises import check
 from mega_moe.kernels import blocks
 from mega_moe.kernels.exchange import as_tokens, combine_slots, pull, push
 from mega_moe.kernels.meet import meet
@@ -860,10 +861,18 @@ for W in (2, 4, 8, 16):
     owners = torch.nn.functional.one_hot(ids // (E // W), W).amax(1)  # (T, W)
     counted = owners.sum(1).float().mean().item()
     saved[W] = 1 - visited / K
-    print(f"W = {W:2}: a token visits {visited:.2f} ranks, counted {counted:.2f}: saves {saved[W]:.0%}")
     assert abs(visited - counted) < 0.02
-    assert W != 8 or round(visited, 1) == answer["ranks"]
-assert round(saved[8], 2) == answer["saved"] and round(saved[2], 2) == answer["saved_with_two"]
+check(
+    answer,
+    dict(ranks=K * (1 - saved[8]), saved=saved[8], saved_with_two=saved[2]),
+    see=dict(
+        ranks=("What travels", "W times the chance that at least one of 8 experts is among a rank's 16"),
+        saved=("What travels", "one row a rank that is visited, instead of one row a route"),
+        saved_with_two=("What travels", "hardly a token misses one of two ranks"),
+    ),
+)
+for W, share in saved.items():
+    print(f"W = {W:2}: a token visits {K * (1 - share):.2f} ranks: saves {share:.0%}")
 
 # %% [markdown]
 # **2.** A flag is an int32 that grows by one a call. A model of 48 layers shares one heap and makes one step a second:
@@ -882,6 +891,14 @@ answer = dict(days=259, difference=-1, goes_on=False)
 
 days = 2**31 / (2 * 48) / 86400
 flag, call = torch.tensor([2**31 - 1], dtype=torch.int32), torch.tensor([-(2**31)], dtype=torch.int32)
+check(
+    answer,
+    dict(days=round(days), difference=int(flag - call), goes_on=bool(flag - call >= 0)),
+    see=dict(
+        days=("One barrier, two buffers, one set of slots", "forward and backward are a call each, in 48 layers"),
+        difference=("The protocol, step by step", "int32 wraps: 2³¹ − 1 and one more is −2³¹"),
+        goes_on=("The protocol, step by step", "a rank goes on once the flag is not behind its call"),
+    ),
+)
+assert bool(flag > call)  # compared as they are it seems to have come
 print(f"{days:.0f} days; flag > call: {bool(flag > call)}; flag - call: {int(flag - call)}")
-assert round(days) == answer["days"] and int(flag - call) == answer["difference"]
-assert bool(flag - call >= 0) == answer["goes_on"] != bool(flag > call)  # compared as they are it seems to have come

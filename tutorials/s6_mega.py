@@ -43,6 +43,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads this when it is imported, below
 
 from mega_moe import MoE, recorded, roofline, routing
+from mega_moe.exercises import check
 from mega_moe.kernels.blocks import Elementwise, blocks_of_target, mega_for, nearest
 from mega_moe.kernels.schedule import backward_work, forward_work, plan_and_schedule
 from mega_moe.launches import launches
@@ -938,10 +939,23 @@ for group in (1, 2, 4, 128):
     visited = {(KINDS[t[KIND]], t[EXPERT]) for t in between}
     total = sum(stored[KINDS[t[KIND]]] for t in between) + sum(weights[kind] for kind, _ in visited)
     between_MB[group] = total / 1e6
-    print(f"groups of {group:3}: {len(between):5} tiles, {total / 1e6:5.0f} MB between a block's gate_up and down")
-assert round(between_MB[1]) == answer["one_MB"] and round(between_MB[2]) == answer["two_MB"]
-assert round(between_MB[128] / 1e3, 1) == answer["all_GB"]
-assert [group for group, MB in between_MB.items() if MB < 50] == answer["held"]
+check(
+    answer,
+    dict(
+        one_MB=round(between_MB[1]),
+        two_MB=round(between_MB[2]),
+        all_GB=between_MB[128] / 1e3,
+        held=[group for group, MB in between_MB.items() if MB < 50],
+    ),
+    see=dict(
+        one_MB=("The idea: lagged groups", "the tiles of one expert, both kinds: what they store, and its weights"),
+        two_MB=("The idea: lagged groups", "twice as many experts stand between"),
+        all_GB=("The idea: lagged groups", "all gate_up tiles stand between"),
+        held=("The idea: lagged groups", "which of them are below 50 MB? A list of group sizes"),
+    ),
+)
+for group, MB in between_MB.items():
+    print(f"groups of {group:3}: {MB:5.0f} MB between a block's gate_up and down")
 assert p.R * p.I * 2 / roofline.ceiling("NVIDIA H200").gb_per_s / 1e6 < 0.045  # ms to read act
 _, _, one_group = real("qwen3-30b-a3b", "forward", group=p.E)
 kinds = [tile[KIND] for tile in one_group]
@@ -966,14 +980,23 @@ def comes_to_its_end(draws, resident=None):
     try:
         return len(play(table, work, example.E, 1, homes, draws, lengths, resident=resident)) == len(table)
     except Deadlock as deadlock:
-        print(deadlock)
+        deadlocks.append(str(deadlock))
         return False
 
 
+deadlocks = []
 dealt = lambda programs: [iter(range(n, len(table), programs)) for n in range(programs)]
-assert all(comes_to_its_end(dealt(programs)) == answer["all_at_once"] for programs in range(1, 9))
-assert comes_to_its_end(dealt(8), resident=2) == answer["some_at_once"]
+(all_at_once,) = {comes_to_its_end(dealt(programs)) for programs in range(1, 9)}
+check(
+    answer,
+    dict(all_at_once=all_at_once, some_at_once=comes_to_its_end(dealt(8), resident=2)),
+    see=dict(
+        all_at_once=("The protocol", "take the lowest tile that is not done: what may its program wait for?"),
+        some_at_once=("Two tables that deadlock each other", "whose is the lowest tile, if its program has not begun?"),
+    ),
+)
 assert comes_to_its_end(by_ticket(table, 1, 8), resident=2)  # with tickets it always does
+print(*deadlocks, sep="\n")
 assert len(COLUMNS) == 8
 
 # %% [markdown]
