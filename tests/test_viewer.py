@@ -249,15 +249,25 @@ def test_a_tile_under_the_pointer_says_what_it_is_and_a_click_keeps_it(timeline)
     assert re.search(r"program \d+\. Step gate_up\. Taken at [\d,.]+ µs\. Did not wait\. At work from", words)
 
 
-def test_a_finger_chooses_a_tile(browser, site):
+def test_a_finger_chooses_a_tile_and_comes_close_to_it(browser, site):
+    """All of 5647 µs in 300 pixels leaves two or three to a tile."""
     context = browser.new_context(viewport={"width": 360, "height": 1400}, has_touch=True)
     page = context.new_page()
     page.goto((site / "timeline.html").as_uri())
     box = part(page, "canvas").bounding_box()
     page.touchscreen.tap(box["x"] + 160, box["y"] + 130)
-    assert part(page, "said").inner_text().startswith("gate_up of expert") and part(page, "tip").is_hidden()
-    part(page, "in").tap()
-    page.wait_for_function("document.querySelector('[data-viewer=seen]').innerText.startsWith('Seen')")
+    words = part(page, "said").inner_text()
+    assert words.startswith("gate_up of expert") and part(page, "tip").is_hidden()
+    begin, end = (
+        float(time.replace(",", "")) for time in re.search(r"At work from ([\d,.]+) to ([\d,.]+)", words).groups()
+    )
+    since, until = seen(page)
+    assert since < begin and end < until
+    assert 25 < (end - begin) / (until - since) * (box["width"] - 38) < 31
+    part(page, "out").tap()
+    assert seen(page)[1] - seen(page)[0] == pytest.approx(2 * (until - since), abs=1)
+    part(page, "all").tap()
+    assert seen(page) == (0, float("inf"))
     context.close()
 
 

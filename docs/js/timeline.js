@@ -25,6 +25,8 @@ const LANES = 264; // of a timeline's lanes, where they fit
 const TALL = 20; // of a lane, for whoever wants to read them
 const LETTER = 6.1; // of a label
 const OVERVIEW = 24; // of a timeline in the overview
+const NARROW = 560; // below it a picture is a phone's
+const CLOSE = 28; // pixels that a chosen tile has there at least
 const PIECES = 400; // of time, in the overview
 const SIZES = [..."THIEKW"]; // of the layer that a file is of
 const LATEST = 1e12; // that a tile of a file may end: of microseconds, eleven days
@@ -287,9 +289,9 @@ function startViewer(root) {
     view.scrolled = [0, 0];
     find("title").textContent = known[above].group;
     working = panels().map((timeline) => atWork(timeline.lanes, whole()));
-    say("");
     tell();
     all();
+    say("");
   }
 
   const panels = () => shown.filter(Boolean);
@@ -303,7 +305,7 @@ function startViewer(root) {
 
   function measure() {
     full = canvas.clientWidth;
-    left = full < 560 ? 30 : 86;
+    left = full < NARROW ? 30 : 86;
     width = full - left - 8;
   }
 
@@ -585,15 +587,18 @@ function startViewer(root) {
   // Choosing a tile.
 
   function say(words) {
-    find("said").textContent = words || "Point at a tile, or move the focus to the picture and press an arrow key.";
+    const what = full < NARROW ? "Tap a tile to see it close; “all” shows all again."
+      : "Point at a tile, or move the focus to the picture and press an arrow key.";
+    find("said").textContent = words || what;
   }
 
   function choose(panel, tile) {
     chosen = { panel, tile };
     say(inWords(tile, panels()[panel]));
     const wide = view.until - view.from, { pitch, tall } = layout()[panel];
-    if (tile.end > view.until || tile.start < view.from) {
-      const middle = (tile.start + tile.end) / 2, most = Math.max(wide, tile.end - tile.taken);
+    const close = full < NARROW ? ((tile.end - tile.start) * width) / CLOSE : Infinity;
+    if (tile.end > view.until || tile.start < view.from || wide > close) {
+      const middle = (tile.start + tile.end) / 2, most = Math.max(Math.min(wide, close), tile.end - tile.taken);
       look(middle - most / 2, middle + most / 2);
     }
     const y = tile.lane * pitch;
