@@ -64,7 +64,7 @@ RUNG, OTHERS, DENSE, CEILING = "#2e6f9e", "#9aa0a8", "#5f8a3a", "#b89b2f"
 print(record)
 h200 = roofline.ceiling("NVIDIA H200")
 shapes = max(len(record.problems), 1)
-_, panels = plt.subplots(shapes, 1, figsize=(7.4, 4.6 * shapes), layout="constrained", squeeze=False)
+_, panels = plt.subplots(shapes, 1, figsize=(7.4, 4.2 * shapes), layout="constrained", squeeze=False)
 for axes, shape in zip(panels[:, 0], record.problems):
     rows = [row for (of, _, what), row in record.rows.items() if of == shape and what == "forward+backward"]
     colours = {"rung": RUNG, "ceiling": DENSE}
@@ -75,11 +75,11 @@ for axes, shape in zip(panels[:, 0], record.problems):
     ]
     allowed = sum(roofline.allowed_ms(PRESETS[shape], direction, h200) for direction in roofline.DIRECTIONS)
     bars.append((allowed, "the ceiling, by the data sheet", CEILING))
-    for at, (ms, _, colour) in enumerate(sorted(bars)):
-        axes.barh(at, ms, color=colour)
-        axes.text(ms, at, f" {ms:.1f}", va="center", color=INK, fontsize=8)
-    axes.set_yticks(range(len(bars)), [label for _, label, _ in sorted(bars)], fontsize=8)
-    axes.set(title=shape, xlabel="ms, forward and backward of one layer, T = 16384", ylim=(-0.6, len(bars) - 0.4))
+    axes.barh(range(len(bars)), [ms for ms, _, _ in sorted(bars)], color=[colour for _, _, colour in sorted(bars)])
+    axes.set_yticks(range(len(bars)), [f"{label}  {ms:.1f}" for ms, label, _ in sorted(bars)], fontsize=8)
+    title = f"{shape}: ms, forward and backward of one layer, T = 16384"
+    axes.annotate(title, (0, 1), (3, 6), ("figure fraction", "axes fraction"), "offset points", fontsize=9)
+    axes.set(ylim=(-0.6, len(bars) - 0.4))
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(left=False)
     axes.margins(x=0.15)
