@@ -45,11 +45,13 @@ def last(text: str) -> dict:
 
 
 def save(tables: dict[str, dict]) -> None:
-    """As a record of the first table's day and device."""
-    machine = next(iter(tables.values()))["machine"]
-    device = re.sub(r"[^a-z0-9]+", "-", machine["device"].lower())
-    RECORDS.mkdir(parents=True, exist_ok=True)
-    (RECORDS / f"{machine['date']}-{device}.json").write_text(json.dumps(tables, indent=1) + "\n")
+    """In the record of each one's day and device, where it takes the place of one of its name."""
+    for name, measured in tables.items():
+        device = re.sub(r"[^a-z0-9]+", "-", measured["machine"]["device"].lower())
+        path = RECORDS / f"{measured['machine']['date']}-{device}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(dict(sorted((kept | {name: measured}).items())), indent=1) + "\n")
 
 
 def newest() -> dict[str, dict] | None:
@@ -61,14 +63,23 @@ def newest() -> dict[str, dict] | None:
 def page(record: dict[str, dict] | None) -> str:
     """The page with what stands between its markers written anew."""
     before, rest = PAGE.read_text(encoding="utf-8").split(START)
-    text = "\n\n".join(render(name, measured) for name, measured in record.items()) if record else NOTHING
+    by_size = sorted((record or {}).items(), key=lambda its: (len(ways_of(its[1])), size_of(its[1])))
+    text = "\n\n".join(render(name, measured) for name, measured in by_size) or NOTHING
     return before + START + "\n\n" + text + "\n\n" + END + rest.split(END)[1]
+
+
+def ways_of(measured: dict) -> list[str]:
+    """What backward makes again, in the order of the rows."""
+    return list(dict.fromkeys(row["activation_checkpointing"] for row in measured["rows"]))
+
+
+def size_of(measured: dict) -> int:
+    return measured["config"]["model"]["hidden_size"]
 
 
 def render(name: str, measured: dict) -> str:
     """A table, with what it is of above and below."""
-    m, rows = measured["config"]["model"], measured["rows"]
-    ways = list(dict.fromkeys(row["activation_checkpointing"] for row in rows))
+    m, rows, ways = measured["config"]["model"], measured["rows"], ways_of(measured)
     heads = ["experts", *["made again"] * (len(ways) > 1), "step, ms", "in MoE, ms", "the rest, ms", "share of MoE"]
     heads += ["tokens/s", "MFU", "peak", "loss off", "norm off"]
     lines = [f"| {' | '.join(heads)} |", "|:--" * (len(heads) - 9) + "|--:" * 9 + "|"]
@@ -82,7 +93,8 @@ def render(name: str, measured: dict) -> str:
         cells += [f"{row['loss_difference']:.0e}", f"{row['norm_difference']:.0e}"]
         lines.append(f"| {' | '.join(cells)} |")
     sizes = f"H = {m['hidden_size']}, I = {m['moe_intermediate_size']}, E = {m['num_experts']}"
-    title = f"{name}: {m['num_hidden_layers']} layers, {sizes}, K = {m['num_experts_per_tok']}"
+    what = name if len(ways) == 1 else "What backward makes again"
+    title = f"{what}: {m['num_hidden_layers']} layers, {sizes}, K = {m['num_experts_per_tok']}"
     return "\n\n".join(filter(None, (f"### {title}", "\n".join(lines), caption(measured, ways), held(rows))))
 
 
@@ -100,12 +112,16 @@ def caption(measured: dict, ways: list[str]) -> str:
     machine, data, train = measured["machine"], measured["config"]["data"], measured["config"]["train"]
     versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "triton", "transformers", "python"))
     again = f", activation_checkpointing = {ways[0]!r}" if len(ways) == 1 else ""
+    steps = measured["config"]["bench"].get("after", 0)  # older records know no such thing
+    after = f", after {steps} steps of training" if steps else ", with weights as they are drawn"
+    m = measured["config"]["model"]
+    everybody = m["num_experts"] / m["num_experts_per_tok"]
     return (
         f"{machine['ranks']} × {machine['device']}, {machine['date']}; {versions}. A step of {data['batch']} × "
-        f"{data['length']:,} tokens in {train['dtype']}{again}; median of {measured['rounds']} rounds in which the "
-        f"rows take turns, ± half of the interquartile range. The most loaded expert has "
-        f"{measured['load']['max_load']:.1f} times the mean. Losses and norms are off the first row's by no more than "
-        f"that share of it in any round."
+        f"{data['length']:,} tokens in {train['dtype']}{again}{after}; median of {measured['rounds']} rounds in which "
+        f"the rows take turns, ± half of the interquartile range. The most loaded expert of a layer has "
+        f"{measured['load']['max_load']:.1f} times the mean, where {everybody:.1f} is every token. Losses and norms "
+        f"are off the first row's by no more than that share of it in any round."
     )
 
 

@@ -51,8 +51,7 @@ def run(config: train.Section, precision: str, seed: int, held_out: Path) -> dic
     trainer = train.start(train.parse(dict(config, **changed), train.SETTINGS))
     losses = []
     for step in range(config.train.steps):
-        lr = config.train.lr * min(1.0, (step + 1) / max(config.train.warmup, 1))
-        loss, *_ = train.train_step(trainer, train.batch(trainer), lr)
+        loss, *_ = train.train_step(trainer, train.batch(trainer), train.rate(config, step))
         losses.append(round(float(loss), 5))
     left = round(float(loss_on(trainer, held_out)), 5)
     dist.destroy_process_group()

@@ -97,6 +97,7 @@ SETTINGS = dict(
     bench=dict(
         moe=[],  # []: what there is
         activation_checkpointing=[],  # each of them with every moe; []: train's
+        after=0,  # steps of training, so that routes spread as in a run under way
         rounds=5,
     ),
 )
@@ -109,7 +110,16 @@ CHOICES = {
     "train.activation_checkpointing": WAYS,
     "bench.activation_checkpointing": WAYS,
 }
-MAY_BE_ZERO = ("steps", "lr", "warmup", "weight_decay", "balance", "seed", "initializer_range")  # other numbers: above
+MAY_BE_ZERO = (
+    "steps",
+    "after",
+    "lr",
+    "warmup",
+    "weight_decay",
+    "balance",
+    "seed",
+    "initializer_range",
+)  # other numbers: above
 
 
 def parse(given: Any, known: dict, at: str = "") -> Section:
@@ -409,6 +419,11 @@ def train_step(trainer: Trainer, ids: Tensor, lr: float) -> tuple[Tensor, Tensor
     return loss.detach(), norm.full_tensor(), routes
 
 
+def rate(config: Section, step: int) -> float:
+    """Of learning, in a step."""
+    return config.train.lr * min(1.0, (step + 1) / max(config.train.warmup, 1))
+
+
 def balance(trainer: Trainer) -> tuple[Tensor, Tensor]:
     """Routes to each expert of each layer, of all ranks, and how uneven they are: E * sum_e f_e * p_e, mean of layers,
     where f is an expert's share of all routes and p its mean probability (Switch Transformer, equation 4)."""
@@ -435,7 +450,7 @@ def train(config: Section, resume: bool = False) -> Iterator[dict]:
         load(trainer, latest)
     told, since = trainer.step, now()
     while trainer.step < t.steps:
-        lr = t.lr * min(1.0, (trainer.step + 1) / max(t.warmup, 1))
+        lr = rate(config, trainer.step)
         loss, norm, routes = train_step(trainer, batch(trainer), lr)
         trainer.step += 1
         if trainer.step % t.log_every == 0 or trainer.step == t.steps:
@@ -609,6 +624,7 @@ def shown(facts: dict) -> dict[str, str]:
 def bench(config: Section) -> Iterator[dict]:
     """Whole steps of each implementation, in turns, on the same weights and batches: AdamW does its work at a rate of
     0, which leaves every weight as it is. So losses and norms differ by what an implementation rounds, and no more.
+    Before, `bench.after` steps are taken as in training.
 
     Yields what is known after each round: machine, config, rounds, load (of experts, as `load_of_experts` has it), and
     rows. A row: moe, activation_checkpointing, s_per_step (median of the rounds, each of its slowest rank), spread
@@ -617,6 +633,8 @@ def bench(config: Section) -> Iterator[dict]:
     any round from the first row's, relative to it.
     """
     trainer = start(config)
+    for step in range(config.bench.after):
+        train_step(trainer, batch(trainer), rate(config, step))
     trainer.watch.on = True
     ways = config.bench.activation_checkpointing or [config.train.activation_checkpointing]
     contestants = [(moe, way) for way in ways for moe in config.bench.moe or implementations(config, ways)]

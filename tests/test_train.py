@@ -515,3 +515,15 @@ def test_bench_of_what_backward_makes_again():
     assert found == [(way, save) for way in KEPT for save in ("pre", "inputs")]
     assert all(row["loss_difference"] == row["norm_difference"] == 0 for row in measured["rows"])
     assert "mega_moe reference inputs, all but the experts" in trainer.table(measured)
+
+
+def test_bench_after_some_steps_is_of_the_model_that_they_leave():
+    """A turn that does not count, and one that does, both at a rate of 0."""
+    tables = config(warmup=3)
+    tables["bench"].update(moe=[trainer.parse(PLAIN, trainer.MOE)], after=3, rounds=1)
+    (measured,) = trainer.bench(tables)
+    leave()
+    started = trainer.start(config(warmup=3))
+    for lr in [trainer.rate(tables, step) for step in range(3)] + [0.0, 0.0]:
+        loss, *_ = trainer.train_step(started, trainer.batch(started), lr)
+    assert float(loss) == measured["rows"][0]["loss"]

@@ -20,7 +20,7 @@ def measured(*rows: dict) -> dict:
     model = dict(num_hidden_layers=2, hidden_size=32, moe_intermediate_size=16, num_experts=8, num_experts_per_tok=2)
     machine = dict(ranks=1, device="NVIDIA H200", date="2026-12-01", torch="2.11.0", triton="3.6.0")
     machine |= dict(transformers="5.24.0", python="3.12.3")
-    config = dict(model=model, data=dict(batch=1, length=16384), train=dict(dtype="bf16"))
+    config = dict(model=model, data=dict(batch=1, length=16384), train=dict(dtype="bf16"), bench={})
     return dict(machine=machine, config=config, rounds=5, load=dict(max_load=3.21), rows=list(rows))
 
 
@@ -40,8 +40,11 @@ def test_a_bench_becomes_a_table():
     assert second[:5] == ["**mega_moe mega**", "150.0 ± 1.0", "60.0", "90.0", "40%"]
     assert third[0] == "**mega_moe mega fp8**" and third[7:] == ["3.0 GiB", "2e-05", "0e+00"]
     assert text.startswith("### small: 2 layers, H = 32, I = 16, E = 8, K = 2\n")
-    assert "A step of 1 × 16,384 tokens in bf16, activation_checkpointing = 'full'; median of 5 rounds" in text
-    assert "The most loaded expert has 3.2 times the mean" in text
+    assert (
+        "A step of 1 × 16,384 tokens in bf16, activation_checkpointing = 'full', with weights as they are drawn; "
+        in text
+    )
+    assert "The most loaded expert of a layer has 3.2 times the mean, where 4.0 is every token." in text
     assert text.endswith("grouped_mm compiled a step takes with mega_moe mega 25% less (40% less in MoE).")
 
 
@@ -52,6 +55,7 @@ def test_what_backward_makes_again_is_a_column():
     ]
     text = render_training.render("small", measured(*rows))
     assert [line[1] for line in cells(text)] == ["made again", ":--", "full", "none"]
+    assert text.startswith("### What backward makes again: 2 layers")
     assert "activation_checkpointing" not in text and "Beside" not in text
 
 
@@ -63,6 +67,22 @@ def test_a_run_that_was_stopped_leaves_its_last_whole_round(tmp_path, monkeypatc
     render_training.save(dict(small=render_training.last(text)))
     assert [path.name for path in (tmp_path / "records").iterdir()] == ["2026-12-01-nvidia-h200.json"]
     assert render_training.newest() == dict(small=two)
+
+
+def test_a_record_takes_what_is_new_of_its_day(tmp_path, monkeypatch):
+    """And the page has tables by size, those of several ways last."""
+    monkeypatch.setattr(render_training, "RECORDS", tmp_path)
+    small, large = (measured(row("torch", "eager", 0.2, 0.5)) for _ in range(2))
+    large["config"]["model"] = dict(large["config"]["model"], hidden_size=64)
+    large["config"]["bench"] = dict(after=60)
+    ways = measured(small["rows"][0], small["rows"][0] | dict(activation_checkpointing="none"))
+    render_training.save(dict(again=ways, small=large))
+    render_training.save(dict(large=large, small=small))
+    assert render_training.newest() == dict(again=ways, large=large, small=small)
+    page = render_training.page(render_training.newest())
+    titles = [line.partition(":")[0] for line in page.partition("steps:start")[2].splitlines() if line[:4] == "### "]
+    assert titles == ["### small", "### large", "### What backward makes again"]
+    assert page.count("'full', after 60 steps of training; median") == 1
 
 
 def test_the_page_shows_the_newest_record():
