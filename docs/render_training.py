@@ -81,15 +81,15 @@ def render(name: str, measured: dict) -> str:
     """A table, with what it is of above and below."""
     m, rows, ways = measured["config"]["model"], measured["rows"], ways_of(measured)
     heads = ["experts", *["made again"] * (len(ways) > 1), "step, ms", "in MoE, ms", "the rest, ms", "share of MoE"]
-    heads += ["tokens/s", "MFU", "peak", "loss off", "norm off"]
-    lines = [f"| {' | '.join(heads)} |", "|:--" * (len(heads) - 9) + "|--:" * 9 + "|"]
+    heads += ["tokens/s", "MFU", "kept", "peak", "loss off", "norm off"]
+    lines = [f"| {' | '.join(heads)} |", "|:--" * (len(heads) - 10) + "|--:" * 10 + "|"]
     for row in rows:
         told = train.shown(row)
         cells = [f"**{called(row)}**" if row["moe"]["type"] == "mega_moe" else called(row)]
         cells += [row["activation_checkpointing"]] * (len(ways) > 1)
         cells += [f"{1e3 * row['s_per_step']:,.1f} ± {1e3 * row['spread']:.1f}", f"{in_moe(row):,.1f}"]
         cells += [f"{1e3 * row['s_per_step'] - in_moe(row):,.1f}", f"{row['moe_share']:.0%}"]
-        cells += [f"{row['tokens_per_s_per_rank']:,.0f}", told["mfu"], told["peak_bytes"]]
+        cells += [f"{row['tokens_per_s_per_rank']:,.0f}", told["mfu"], kept(row), told["peak_bytes"]]
         cells += [f"{row['loss_difference']:.0e}", f"{row['norm_difference']:.0e}"]
         lines.append(f"| {' | '.join(cells)} |")
     sizes = f"H = {m['hidden_size']}, I = {m['moe_intermediate_size']}, E = {m['num_experts']}"
@@ -100,6 +100,11 @@ def render(name: str, measured: dict) -> str:
 
 def called(row: dict) -> str:
     return train.named(row["moe"])
+
+
+def kept(row: dict) -> str:
+    """What forward leaves for backward, where that is known."""
+    return "–" if row.get("kept_bytes") is None else f"{row['kept_bytes'] / 2**30:.2f} GiB"
 
 
 def in_moe(row: dict) -> float:
@@ -121,21 +126,20 @@ def caption(measured: dict, ways: list[str]) -> str:
         f"{data['length']:,} tokens in {train['dtype']}{again}{after}; median of {measured['rounds']} rounds in which "
         f"the rows take turns, ± half of the interquartile range. The most loaded expert of a layer has "
         f"{measured['load']['max_load']:.1f} times the mean, where {everybody:.1f} is every token. Losses and norms "
-        f"are off the first row's by no more than that share of it in any round."
+        f"are off the first row's by no more than that share of it in any round. *Kept* is what forward leaves for "
+        f"backward, of the whole model."
     )
 
 
 def held(rows: list[dict]) -> str:
     """Our rows in 16 bits beside what people run, of a step and of its MoE; nothing where that did not run."""
+    beside = next((row for row in rows if PEOPLE_RUN.items() <= row["moe"].items()), None)
     said = []
     for row in rows:
-        for beside in rows:
-            alike = row["activation_checkpointing"] == beside["activation_checkpointing"]
-            ours = row["moe"]["type"] == "mega_moe" and not row["moe"]["precision"]
-            if alike and ours and PEOPLE_RUN.items() <= beside["moe"].items():
-                step, moe = row["s_per_step"] / beside["s_per_step"], in_moe(row) / in_moe(beside)
-                said.append(f"with {called(row)} {share(step)} ({share(moe)} in MoE)")
-    return f"Beside {train.named(train.MOE | PEOPLE_RUN)} a step takes {', '.join(said)}." if said else ""
+        if beside and row["moe"]["type"] == "mega_moe" and not row["moe"]["precision"]:
+            step, moe = row["s_per_step"] / beside["s_per_step"], in_moe(row) / in_moe(beside)
+            said.append(f"with {called(row)} {share(step)} ({share(moe)} in MoE)")
+    return f"Beside {called(beside)} a step takes {', '.join(said)}." if said else ""
 
 
 def share(of: float) -> str:

@@ -207,8 +207,8 @@ def sequence(tokens: Tensor, length: int, seed: int, position: int) -> Tensor:
 @dataclass
 class Trainer:
     """A run under way. position: sequences drawn so far, which is all there is to know of the data. way: what backward
-    makes again, one of WAYS. routed: what the routers of the latest forward put out, a layer each. watch: of the MoE
-    blocks' time, for --bench."""
+    makes again, one of WAYS. kept_bytes: what the latest forward left for backward, on a GPU. routed: what its routers
+    put out, a layer each. watch: of the MoE blocks' time, for --bench."""
 
     config: Section
     tokens: Tensor
@@ -218,6 +218,7 @@ class Trainer:
     way: str = "none"
     step: int = 0
     position: int = 0
+    kept_bytes: int | None = None
     routed: list[tuple[Tensor, ...]] = field(default_factory=list)
     watch: "Watch" = field(default_factory=lambda: Watch())
 
@@ -408,8 +409,10 @@ def train_step(trainer: Trainer, ids: Tensor, lr: float) -> tuple[Tensor, Tensor
     all ranks, (layers, E); all on the device."""
     trainer.routed.clear()
     trainer.optimizer.zero_grad()
+    before = torch.cuda.memory_allocated() if DEVICE == "cuda" else None
     logits = trainer.model(input_ids=ids[:, :-1], use_cache=False).logits
     loss = cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+    trainer.kept_bytes = torch.cuda.memory_allocated() - before if DEVICE == "cuda" else None
     routes, uneven = balance(trainer)
     (loss + trainer.config.train.balance * uneven).backward()
     norm = nn.utils.clip_grad_norm_(trainer.model.parameters(), trainer.config.train.clip)
@@ -629,8 +632,8 @@ def bench(config: Section) -> Iterator[dict]:
     Yields what is known after each round: machine, config, rounds, load (of experts, as `load_of_experts` has it), and
     rows. A row: moe, activation_checkpointing, s_per_step (median of the rounds, each of its slowest rank), spread
     (half of the interquartile range), tokens_per_s_per_rank, mfu, moe_share (of a step, in the MoE blocks; median, of
-    rank 0), peak_bytes (of rank 0), loss (of the last round); and loss_difference and norm_difference, the furthest of
-    any round from the first row's, relative to it.
+    rank 0), peak_bytes and kept_bytes (by forward for backward; of rank 0), loss (of the last round); and
+    loss_difference and norm_difference, the furthest of any round from the first row's, relative to it.
     """
     trainer = start(config)
     for step in range(config.bench.after):
@@ -638,7 +641,7 @@ def bench(config: Section) -> Iterator[dict]:
     trainer.watch.on = True
     ways = config.bench.activation_checkpointing or [config.train.activation_checkpointing]
     contestants = [(moe, way) for way in ways for moe in config.bench.moe or implementations(config, ways)]
-    seen = [dict(seconds=[], share=[], loss=[], norm=[], peak=[]) for _ in contestants]
+    seen = [dict(seconds=[], share=[], loss=[], norm=[], peak=[], kept=[]) for _ in contestants]
     for at in range(config.bench.rounds + 1):
         ids = batch(trainer)
         for contestant, its in zip(contestants, seen):
@@ -655,7 +658,8 @@ def bench(config: Section) -> Iterator[dict]:
             if at:  # the first compiles
                 peak = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else None
                 found = dict(seconds=float(seconds), share=trainer.watch.seconds() / own)
-                for key, value in (found | dict(loss=mean(loss), norm=float(norm), peak=peak)).items():
+                found |= dict(loss=mean(loss), norm=float(norm), peak=peak, kept=trainer.kept_bytes)
+                for key, value in found.items():
                     its[key].append(value)
         if at:
             rows = [row(config, *contestant, its, seen[0]) for contestant, its in zip(contestants, seen)]
@@ -678,7 +682,8 @@ def row(config: Section, moe: Section, way: str, its: dict[str, list], first: di
     low, middle, high = statistics.quantiles(its["seconds"] * 2, n=4)
     off = {key: max(abs(a / b - 1) for a, b in zip(its[key], first[key])) for key in ("loss", "norm")}
     found = dict(moe=moe, activation_checkpointing=way, **rates(config, middle), spread=(high - low) / 2)
-    found |= dict(moe_share=statistics.median(its["share"]), peak_bytes=its["peak"][-1], loss=its["loss"][-1])
+    found |= dict(moe_share=statistics.median(its["share"]), loss=its["loss"][-1])
+    found |= dict(peak_bytes=its["peak"][-1], kept_bytes=its["kept"][-1])
     return found | dict(loss_difference=off["loss"], norm_difference=off["norm"])
 
 

@@ -488,7 +488,7 @@ def test_bench_from_the_command_line():
     names = ["torch", "torch grouped_mm compiled", "mega_moe persistent", "mega_moe persistent fp8"]
     assert [line.startswith(name) for line, name in zip(text, names, strict=True)] == [True] * 4
     if measured["machine"]["device"] == "CPU":
-        assert all(row["mfu"] is row["peak_bytes"] is None for row in measured["rows"])
+        assert all(row["mfu"] is row["peak_bytes"] is row["kept_bytes"] is None for row in measured["rows"])
 
 
 def test_what_stands_side_by_side_unless_told():

@@ -11,7 +11,7 @@ import render_training
 def row(type: str, stage: str, seconds: float, moe_share: float, **kwargs) -> dict:
     moe = dict(render_training.train.MOE, type=type, stage=stage, **kwargs)
     its = dict(moe=moe, activation_checkpointing="full", s_per_step=seconds, spread=0.001, moe_share=moe_share)
-    its |= dict(tokens_per_s_per_rank=1000 / seconds, mfu=0.25, peak_bytes=3 * 2**30)
+    its |= dict(tokens_per_s_per_rank=1000 / seconds, mfu=0.25, peak_bytes=3 * 2**30, kept_bytes=2**28)
     return its | dict(loss=5.0, loss_difference=2e-5, norm_difference=0.0)
 
 
@@ -38,7 +38,7 @@ def test_a_bench_becomes_a_table():
     assert heads[:5] == ["experts", "step, ms", "in MoE, ms", "the rest, ms", "share of MoE"]
     assert first[:7] == ["torch grouped_mm compiled", "200.0 ± 1.0", "100.0", "100.0", "50%", "5,000", "25.0%"]
     assert second[:5] == ["**mega_moe mega**", "150.0 ± 1.0", "60.0", "90.0", "40%"]
-    assert third[0] == "**mega_moe mega fp8**" and third[7:] == ["3.0 GiB", "2e-05", "0e+00"]
+    assert third[0] == "**mega_moe mega fp8**" and third[7:] == ["0.25 GiB", "3.0 GiB", "2e-05", "0e+00"]
     assert text.startswith("### small: 2 layers, H = 32, I = 16, E = 8, K = 2\n")
     assert (
         "A step of 1 × 16,384 tokens in bf16, activation_checkpointing = 'full', with weights as they are drawn; "
