@@ -258,9 +258,8 @@ def test_a_finger_chooses_a_tile_and_comes_close_to_it(browser, site):
     page.touchscreen.tap(box["x"] + 160, box["y"] + 130)
     words = part(page, "said").inner_text()
     assert words.startswith("gate_up of expert") and part(page, "tip").is_hidden()
-    begin, end = (
-        float(time.replace(",", "")) for time in re.search(r"At work from ([\d,.]+) to ([\d,.]+)", words).groups()
-    )
+    times = re.search(r"At work from ([\d,.]+) µs to ([\d,.]+) µs", words).groups()
+    begin, end = (float(time.replace(",", "")) for time in times)
     since, until = seen(page)
     assert since < begin and end < until
     assert 25 < (end - begin) / (until - since) * (box["width"] - 38) < 31
