@@ -1,4 +1,4 @@
-"""What the README and the parity page tell a newcomer to type runs as it stands, and prints what the README shows."""
+"""What the README and two pages tell a newcomer to type runs as it stands, and prints what they show."""
 
 import os
 import re
@@ -17,11 +17,13 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
 
 
-EXAMPLES = [(page, code) for page in ("README.md", "docs/parity.md") for code in blocks(page, "python")]
+EXAMPLES = [
+    (page, code) for page in ("README.md", "docs/howto.md", "docs/parity.md") for code in blocks(page, "python")
+]
 
 
 def test_there_are_examples():
-    assert [page for page, _ in EXAMPLES] == ["README.md", "README.md", "docs/parity.md"]
+    assert [page for page, _ in EXAMPLES] == ["README.md", "README.md", "docs/howto.md", "docs/parity.md"]
 
 
 @pytest.mark.parametrize("page, code", EXAMPLES, ids=[f"{page}-{at}" for at, (page, _) in enumerate(EXAMPLES)])
