@@ -328,7 +328,8 @@ table(("lesson", "one idea", "stage=", "to read", "afterwards you can"), *lesson
 # Read the pages in order, with a pencil: the numbers of the example are made to be checked. The pages are complete,
 # with everything that the code printed and drew when they were built.
 #
-# To work with a lesson, open its file in Jupyter (with jupytext installed it opens as a notebook), or run it as a script:
+# To work with a lesson, change its file and run it as a script: it stops at the first answer that is not right. Or open
+# it in Jupyter (`.venv/bin/pip install jupyterlab`; with jupytext, which is there, it opens as a notebook).
 #
 # ```sh
 # .venv/bin/python tutorials/s1_grouped.py
