@@ -19,6 +19,10 @@ from torch import Tensor
 from mega_moe.shapes import Grads, Inputs
 
 FORK = multiprocessing.get_context("fork")
+torch.ones(1, requires_grad=True).sum().backward()
+# With a CUDA build of torch and no GPU, a process whose first backward is one under FSDP2 has threads for devices from
+# then on, which its forks lack: they may not run backward. One whose first is on a CPU has none.
+
 PATIENCE = timedelta(seconds=60)  # of the group's own collectives
 MOST_S = 240  # then they hang, and are ended
 
