@@ -81,15 +81,18 @@ def render(name: str, measured: dict) -> str:
     """A table, with what it is of above and below."""
     m, rows, ways = measured["config"]["model"], measured["rows"], ways_of(measured)
     heads = ["experts", *["made again"] * (len(ways) > 1), "step, ms", "in MoE, ms", "the rest, ms", "share of MoE"]
-    heads += ["tokens/s", "MFU", "kept", "peak", "loss off", "norm off"]
-    lines = [f"| {' | '.join(heads)} |", "|:--" * (len(heads) - 10) + "|--:" * 10 + "|"]
+    knows_kept = any(row.get("kept_bytes") for row in rows)
+    heads += ["tokens/s", "MFU", *["kept"] * knows_kept, "peak", "loss off", "norm off"]
+    lines = [f"| {' | '.join(heads)} |", "|:--" * (1 + (len(ways) > 1)) + "|--:" * (9 + knows_kept) + "|"]
     for row in rows:
         told = train.shown(row)
         cells = [f"**{called(row)}**" if row["moe"]["type"] == "mega_moe" else called(row)]
         cells += [row["activation_checkpointing"]] * (len(ways) > 1)
         cells += [f"{1e3 * row['s_per_step']:,.1f} ± {1e3 * row['spread']:.1f}", f"{in_moe(row):,.1f}"]
         cells += [f"{1e3 * row['s_per_step'] - in_moe(row):,.1f}", f"{row['moe_share']:.0%}"]
-        cells += [f"{row['tokens_per_s_per_rank']:,.0f}", told["mfu"], kept(row), told["peak_bytes"]]
+        cells += [f"{row['tokens_per_s_per_rank']:,.0f}", told["mfu"]]
+        cells += [f"{row['kept_bytes'] / 2**30:.2f} GiB"] if knows_kept else []
+        cells += [told["peak_bytes"]]
         cells += [f"{row['loss_difference']:.0e}", f"{row['norm_difference']:.0e}"]
         lines.append(f"| {' | '.join(cells)} |")
     sizes = f"H = {m['hidden_size']}, I = {m['moe_intermediate_size']}, E = {m['num_experts']}"
@@ -100,11 +103,6 @@ def render(name: str, measured: dict) -> str:
 
 def called(row: dict) -> str:
     return train.named(row["moe"])
-
-
-def kept(row: dict) -> str:
-    """What forward leaves for backward, where that is known."""
-    return "–" if row.get("kept_bytes") is None else f"{row['kept_bytes'] / 2**30:.2f} GiB"
 
 
 def in_moe(row: dict) -> float:
@@ -119,15 +117,16 @@ def caption(measured: dict, ways: list[str]) -> str:
     again = f", activation_checkpointing = {ways[0]!r}" if len(ways) == 1 else ""
     steps = measured["config"]["bench"].get("after", 0)  # older records know no such thing
     after = f", after {steps} steps of training" if steps else ", with weights as they are drawn"
-    m = measured["config"]["model"]
+    m, knows_kept = measured["config"]["model"], any(row.get("kept_bytes") for row in measured["rows"])
     everybody = m["num_experts"] / m["num_experts_per_tok"]
     return (
         f"{machine['ranks']} × {machine['device']}, {machine['date']}; {versions}. A step of {data['batch']} × "
         f"{data['length']:,} tokens in {train['dtype']}{again}{after}; median of {measured['rounds']} rounds in which "
         f"the rows take turns, ± half of the interquartile range. The most loaded expert of a layer has "
         f"{measured['load']['max_load']:.1f} times the mean, where {everybody:.1f} is every token. Losses and norms "
-        f"are off the first row's by no more than that share of it in any round. *Kept* is what forward leaves for "
-        f"backward, of the whole model."
+        f"are off the first row's by no more than that share of it in any round."
+        + (" *Kept* is what forward leaves for backward, of the whole model." if knows_kept else "")
+        + (f" Read from {measured['read_from']}." if "read_from" in measured else "")
     )
 
 

@@ -48,6 +48,14 @@ def test_a_bench_becomes_a_table():
     assert text.endswith("grouped_mm compiled a step takes with mega_moe mega 25% less (40% less in MoE).")
 
 
+def test_what_is_not_known_has_no_column_and_where_it_is_from_is_said():
+    its = row("torch", "eager", 0.2, 0.5)
+    del its["kept_bytes"]
+    text = render_training.render("small", measured(its) | dict(read_from="a printed table"))
+    assert "kept" not in cells(text)[0] and "Kept" not in text and text.endswith(" Read from a printed table.")
+    assert "*Kept* is what" in render_training.render("small", measured(row("torch", "eager", 0.2, 0.5)))
+
+
 def test_what_backward_makes_again_is_a_column():
     rows = [
         row("mega_moe", "mega", 0.2, 0.5),
@@ -88,3 +96,15 @@ def test_a_record_takes_what_is_new_of_its_day(tmp_path, monkeypatch):
 def test_the_page_shows_the_newest_record():
     expected = render_training.page(render_training.newest())
     assert expected == render_training.PAGE.read_text(encoding="utf-8"), "run docs/render_training.py again"
+
+
+def test_rungs_stand_as_the_page_says():
+    """Of each implementation table: persistent before mega, both before people's, and 8 bits behind 16."""
+    tables = [its for its in render_training.newest().values() if len(render_training.ways_of(its)) == 1]
+    assert len(tables) >= 2
+    for its in tables:
+        took = {render_training.called(row): row["s_per_step"] for row in its["rows"]}
+        names = ["mega_moe persistent", "mega_moe mega", "torch grouped_mm compiled", "torch grouped_mm", "torch eager"]
+        assert sorted(names, key=took.get) == names
+        assert all(took[f"{name} fp8"] > took[name] for name in names[:2])
+        assert all(0.1 < row["moe_share"] < 0.3 for row in its["rows"] if "eager" not in render_training.called(row))
