@@ -117,6 +117,36 @@ class ResidentWeightGrad(Resident, WeightGrad):
 
 
 @dataclass(frozen=True)
+class CodeStrips(Resident):
+    """What a resident program does with one ticket where it multiplies codes: STRIP tiles side by side of one block of
+    rows, each BLOCK_N columns wide and BLOCK_C deep a step. ROWS by COLUMNS of a tile are multiplied at once: their sum
+    of one step stands in registers beside all that the tile has summed up."""
+
+    BLOCK_N: int
+    BLOCK_C: int
+    ROWS: int
+    COLUMNS: int
+    STRIP: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class CodeChunks(CodeStrips):
+    """Strips of gate_up or dact, whose epilogues work on CHUNK columns at a time."""
+
+    CHUNK: int
+
+
+@dataclass(frozen=True)
+class CodeWeightGrad(ResidentWeightGrad):
+    """A tile of a weight gradient of codes, of which ROWS by COLUMNS are multiplied at once."""
+
+    ROWS: int
+    COLUMNS: int
+
+
+@dataclass(frozen=True)
 class Persistent:
     """The tiles of resident programs. All kernels over rows cut them into the same blocks of BLOCK_R."""
 
@@ -159,9 +189,17 @@ class Fp8(Persistent):
 
     Attributes:
         quantise: BLOCK_R rows a tile where rows are quantised, BLOCK_N columns where columns are.
+        copy: a tile of what copies codes into blocks.
     """
 
+    gate_up: CodeChunks
+    down: CodeStrips
+    dact: CodeChunks
+    dx: CodeStrips
+    dw_down: CodeWeightGrad
+    dw_gate_up: CodeWeightGrad
     quantise: Elementwise
+    copy: Elementwise
 
 
 @dataclass(frozen=True)
@@ -244,11 +282,14 @@ def few(rows: int, BLOCK_R: int, N: int, C: int, stages: int, apart: tuple[int, 
     return Few(rows, Persistent(**each | dict(dw_down=dw, dw_gate_up=dw)), one)
 
 
-def fp8(warps: int, stages: int, chunk: int, quantise: Elementwise, dw: int = 128) -> Fp8:
-    """Tiles of 128 by 128, one a ticket, and 128 by dw of weight gradients."""
-    tiles = persistent(BLOCK_R=128, N=128, C=128, warps=warps, stages=stages, chunk=chunk)
-    strips, dw = tiles.down, ResidentWeightGrad(128, dw, 128, warps, stages)
-    return Fp8(128, strips, strips, tiles.dact, strips, dw, dw, quantise)
+def fp8(
+    rows: int, columns: int, warps: int, stages: int, chunk: int, quantise: Elementwise, per_processor: int = 1
+) -> Fp8:
+    """Tiles of 128 by 128, one a ticket, of which rows by columns are multiplied at once."""
+    strips = CodeStrips(128, 128, rows, columns, 1, warps, stages, per_processor=per_processor)
+    chunks = CodeChunks(128, 128, rows, columns, 1, warps, stages, chunk, per_processor=per_processor)
+    dw = CodeWeightGrad(128, 128, 128, warps, stages, rows, columns, per_processor=per_processor)
+    return Fp8(128, chunks, strips, chunks, strips, dw, dw, quantise, copy=Elementwise(128, 512, quantise.num_warps))
 
 
 def mx(BLOCK_R: int, N: int, C: int, warps: int, stages: int, chunk: int, native: bool, quantise: Elementwise) -> Mx:
@@ -377,20 +418,21 @@ INTERPRETER = Blocks(
 
 
 FP8 = {  # whatever the dtype of what is quantised
+    # Two programs a processor, of one warpgroup each: while one multiplies, the other adds its sums to its own.
     "sm_90": Fp8(
         BLOCK_R=128,
-        gate_up=Strips(128, 128, 1, True, 8, 4),
-        down=Strips(128, 128, 2, True, 8, 4),
-        dact=DactStrips(128, 128, 1, False, 8, 3, CHUNK=16),
-        dx=Strips(128, 128, 2, True, 8, 4),
-        # 64 by 128 with one warpgroup: while one of three multiplies, the others add its sums to theirs.
-        dw_down=ResidentWeightGrad(64, 128, 128, 4, 3, per_processor=3, maxnreg=168),
-        dw_gate_up=ResidentWeightGrad(64, 128, 128, 4, 3, per_processor=3, maxnreg=168),
+        gate_up=CodeChunks(128, 128, 64, 64, 1, 4, 3, CHUNK=32, per_processor=2),
+        down=CodeStrips(128, 128, 64, 128, 1, 4, 3, per_processor=2),
+        dact=CodeChunks(128, 128, 64, 128, 1, 4, 3, CHUNK=64, per_processor=2),
+        dx=CodeStrips(128, 128, 64, 128, 1, 4, 3, per_processor=2),
+        dw_down=CodeWeightGrad(128, 128, 128, 4, 3, 64, 128, per_processor=2),
+        dw_gate_up=CodeWeightGrad(128, 128, 128, 4, 3, 64, 128, per_processor=2),
         quantise=Elementwise(32, 64, 8),
+        copy=Elementwise(128, 512, 8),
     ),
-    "sm_100": fp8(warps=8, stages=4, chunk=16, quantise=Elementwise(32, 64, 8), dw=64),
-    "portable": fp8(warps=8, stages=2, chunk=16, quantise=Elementwise(32, 64, 8)),
-    "interpreter": fp8(warps=1, stages=1, chunk=64, quantise=Elementwise(64, 128, 1)),
+    "sm_100": fp8(rows=128, columns=128, warps=8, stages=4, chunk=16, quantise=Elementwise(32, 64, 8)),
+    "portable": fp8(rows=128, columns=128, warps=8, stages=2, chunk=16, quantise=Elementwise(32, 64, 8)),
+    "interpreter": fp8(rows=64, columns=128, warps=1, stages=1, chunk=64, quantise=Elementwise(64, 128, 1)),
 }
 
 MX_MAP = Elementwise(32, 128, 4)
@@ -471,18 +513,22 @@ def mx_for(problem: Problem) -> Mx:
 
 
 def mega_fp8_for(problem: Problem) -> Mega:
-    """The tiles of one launch that multiplies 8-bit codes: those of codes, in the order of mega's, one a ticket and all
-    for the same number of warps. In fp8_bwd backward makes pre again as forward made it, without codes and with mega's
-    tile."""
+    """The tiles of one launch that multiplies 8-bit codes: those of codes, in the order of mega's, one a ticket, all
+    for the same number of warps, and cut into parts as those of gate_up, which leave the most registers. In fp8_bwd
+    backward makes pre again as forward made it, without codes and in mega's steps; its tile is as much narrower as
+    there are fewer warps. No size here changes a sum."""
     mega, codes = blocks_for(problem.dtype).mega, fp8_tiles()
-    tiles = {f.name: getattr(codes, f.name) for f in fields(Persistent)}
+    tiles, parts = {f.name: getattr(codes, f.name) for f in fields(Persistent)}, codes.gate_up
     for name, tile in tiles.items():
-        if isinstance(tile, Strips):
-            tiles[name] = replace(tile, STRIP=1, FLATTEN=False)
-        elif isinstance(tile, ResidentWeightGrad):
-            tiles[name] = replace(tile, BLOCK_M=128, per_processor=1, maxnreg=None)
+        if isinstance(tile, CodeStrips):
+            tiles[name] = replace(tile, STRIP=1, COLUMNS=parts.COLUMNS)
+        elif isinstance(tile, CodeWeightGrad):
+            tiles[name] = replace(tile, COLUMNS=parts.COLUMNS)
+    tiles["dact"] = replace(tiles["dact"], CHUNK=parts.CHUNK)
     if problem.precision == "fp8_bwd":
-        tiles["gate_up"] = mega.gate_up
+        gate_up, warps = mega.gate_up, codes.dact.num_warps
+        columns = gate_up.BLOCK_N * warps // gate_up.num_warps
+        tiles["gate_up"] = replace(gate_up, BLOCK_N=columns, num_warps=warps)
     return leaving(problem.num_reserved_sms, replace(mega, **tiles))
 
 
@@ -610,7 +656,7 @@ def fp8_note() -> str | None:
     """The same of the tiles of 8-bit codes."""
     name = target()
     if name == "sm_90":
-        return "8 bits are not faster than bf16 yet: on an H200 dact's epilogue takes what the products save"
+        return "8 bits are hardly faster than bf16 yet: on an H200 to make them takes most of what the products save"
     return note() if name == "interpreter" else f"block sizes of 8-bit codes are chosen, but not measured on {name}"
 
 

@@ -25,7 +25,7 @@ from .meet import in_heap
 from .persistent import dact_strip, descriptor, gate_up_strip, slot_gemm_strip, weight_grad_tile
 from .schedule import Schedule
 from .signal import draw, has_failed, needs_fence, signal, wait, wait_for_ranks
-from .tile import nan_if, narrow, weight_of_route
+from .tile import nan_if, narrow, tokens_of_rows, weight_of_route
 from .weights import aligned, readable
 
 DISPATCH = tl.constexpr(KINDS.index("dispatch"))
@@ -47,12 +47,6 @@ def look_up(ticket, tickets, table_ptr):
     block, row = tl.load(at + 3, mask=known, other=0), tl.load(at + 4, mask=known, other=0)
     rows, column = tl.load(at + 5, mask=known, other=0), tl.load(at + 6, mask=known, other=0)
     return kind, expert, block, row, rows, column, tl.load(at + 7, mask=known, other=0)
-
-
-@triton.jit
-def tokens_of_block(row, rows, token_of_row_ptr, BLOCK_R: tl.constexpr):
-    """The token of each row of a block, int64. Rows that pad it repeat the last, to be loaded like any other."""
-    return tl.load(token_of_row_ptr + row + tl.minimum(tl.arange(0, BLOCK_R), rows - 1)).to(tl.int64)
 
 
 @triton.jit
@@ -248,7 +242,7 @@ def mega_forward_kernel(
         if kind == GATE_UP:
             x_at = x_ptr
             if heaps_ptr is None:
-                token = tokens_of_block(row, rows, token_of_row_ptr, BLOCK_R)
+                token = tokens_of_rows(row, rows, token_of_row_ptr, BLOCK_R)
                 c = tl.arange(0, GATE_UP_C).to(tl.int64)
                 x_at = x_ptr + token[:, None] * stride_xt + c[None, :] * stride_xh
             else:
@@ -489,7 +483,7 @@ def mega_backward_kernel(
             parts_at = None
             home = token
             if heaps_ptr is None:
-                known = tokens_of_block(row, rows, token_of_row_ptr, BLOCK_R)
+                known = tokens_of_rows(row, rows, token_of_row_ptr, BLOCK_R)
                 c = tl.arange(0, DACT_C).to(tl.int64)
                 dy_at = dy_ptr + known[:, None] * stride_dyt + c[None, :] * stride_dyh
                 route = token.to(tl.int64) * K + slot
@@ -618,7 +612,7 @@ def mega_backward_kernel(
             if w_gate_up_pair_desc is not None:
                 x_at = x_ptr
                 if heaps_ptr is None:
-                    known = tokens_of_block(row, rows, token_of_row_ptr, BLOCK_R)
+                    known = tokens_of_rows(row, rows, token_of_row_ptr, BLOCK_R)
                     c = tl.arange(0, GATE_UP_C).to(tl.int64)
                     x_at = x_ptr + known[:, None] * stride_xt + c[None, :] * stride_xh
                 else:

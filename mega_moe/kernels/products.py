@@ -41,7 +41,7 @@ class Products(NamedTuple):
 AS_IS = Products(
     launches=persistent,
     tiles=blocks.persistent_for,
-    rows=lambda t: t,
+    rows=lambda t, table: t,
     columns=lambda t, table: t,
     weights=readable,
     transposed=readable,
@@ -51,7 +51,7 @@ AS_IS = Products(
 FP8 = Products(
     launches=scaled,
     tiles=blocks.fp8_for,
-    rows=quantize.quantise_rows,
+    rows=quantize.quantise_rows_in_blocks,
     columns=quantize.quantise_columns,
     weights=quantize.quantise_weights,
     transposed=partial(quantize.quantise_weights, codes=False, transposed=True),
@@ -61,7 +61,7 @@ FP8 = Products(
 MX = Products(
     launches=mx_scaled,
     tiles=blocks.mx_for,
-    rows=mx_quantize.quantise_rows,
+    rows=lambda t, table: mx_quantize.quantise_rows(t),
     columns=mx_quantize.quantise_columns,
     weights=mx_quantize.quantise_weights,
     transposed=mx_quantize.quantise_transposed,

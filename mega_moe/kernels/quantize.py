@@ -66,6 +66,22 @@ def magnitude(t):
 
 
 @triton.jit
+def larger(a, b):
+    """The larger one; NaN if one is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest(t, AXIS: tl.constexpr):
+    """The largest magnitude of fp32 values along AXIS (None: of all); more than any number if one is NaN."""
+    if INTERPRETED:  # which takes long for another maximum than its own
+        amax = tl.max(magnitude(t), AXIS)
+    else:
+        amax = tl.reduce(tl.abs(t), AXIS, larger)
+    return amax
+
+
+@triton.jit
 def scale_of(amax):
     """The scale of a block by its largest magnitude, which becomes 448. NaN for a block with an infinity or NaN."""
     return tl.where(amax < float("inf"), tl.maximum(amax * (1 / E4M3_MAX), SMALLEST_SCALE), float("nan"))
@@ -99,7 +115,7 @@ def to_e4m3(value):
 @triton.jit
 def quantise(t, AXIS: tl.constexpr):
     """Codes and scales of a tile of fp32 values, in which those along AXIS share one; None: all of them do."""
-    scale = scale_of(tl.max(magnitude(t), AXIS))
+    scale = scale_of(largest(t, AXIS))
     reciprocal = tl.div_rn(1.0, scale)
     if AXIS is not None:
         reciprocal = tl.expand_dims(reciprocal, AXIS)
@@ -113,6 +129,60 @@ def dot_codes(a, b):
         a_nan, b_nan = (a.to(tl.uint8, bitcast=True) & 0x7F) == 0x7F, (b.to(tl.uint8, bitcast=True) & 0x7F) == 0x7F
         a, b = tl.where(a_nan, float("nan"), a.to(tl.float32)), tl.where(b_nan, float("nan"), b.to(tl.float32))
     return tl.dot(a, b, out_dtype=tl.float32)
+
+
+@triton.jit
+def four_codes(a, b, c, d):
+    """Four fp32 values of one place, as e4m3 codes in one int32, a's the lowest byte. Codes that are to lie side by
+    side in memory are so when they are made: no byte has to move from thread to thread."""
+    if INTERPRETED:
+        word = tl.zeros(a.shape, tl.uint32)
+        for i in tl.static_range(4):
+            word |= to_e4m3((a, b, c, d)[i]).to(tl.uint8, bitcast=True).to(tl.uint32) << (8 * i)
+        words = word.to(tl.int32, bitcast=True)
+    else:
+        words = tl.inline_asm_elementwise(
+            "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;"
+            " cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }",
+            "=r,r,r,r,r",
+            [a, b, c, d],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return words
+
+
+@triton.jit
+def every_fourth(t):
+    """Of 128 values every fourth from the first on, from the second, the third, the fourth."""
+    even, odd = tl.split(tl.reshape(t, (t.shape[0] // 4, 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def store_transposed(
+    codes_ptr,  # (N, R) written, rows aligned to 16 bytes
+    rows,  # four of (BLOCK_R / 4, BLOCK_N): every fourth row of a tile
+    reciprocal,  # of their scales
+    row,  # (BLOCK_R / 4,) of the first of four, divided by 4
+    n,  # (BLOCK_N,)
+    stride_codes,
+    mask,
+):
+    """Write a tile as codes and transposed: four rows a word, whose last may lie in the padding."""
+    a, b, c, d = rows
+    words = four_codes(
+        a.to(tl.float32) * reciprocal,
+        b.to(tl.float32) * reciprocal,
+        c.to(tl.float32) * reciprocal,
+        d.to(tl.float32) * reciprocal,
+    )
+    words_ptr = codes_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    stride = tl.multiple_of(stride_codes // 4, 4)
+    tl.store(words_ptr + n.to(tl.int64)[None, :] * stride + row[:, None], words, mask=mask)
 
 
 # --8<-- [end:tile]
@@ -148,6 +218,45 @@ def quantise_rows_kernel(
     tl.store(scales_ptr + row * groups + group, scale, mask=row < T)
 
 
+@triton.jit
+def lay_in_blocks_kernel(
+    codes_ptr,  # (T, N) read
+    scales_ptr,  # (T, groups of N) fp32, read
+    in_blocks_ptr,  # (rows in blocks, N) written in every block that holds rows
+    scales_in_blocks_ptr,  # (rows in blocks, groups of N), likewise
+    token_in_blocks_ptr,  # (rows in blocks,) int32, read
+    route_in_blocks_ptr,  # (rows in blocks,) int32, read
+    counters_ptr,  # int32, read: the number of blocks that hold rows
+    stride_codes,
+    stride_in_blocks,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """Grid: one program for each (block of rows, block of columns), columns fastest, for the most blocks of any
+    routing. Rows behind an expert's last become zeros.
+
+    Example: an expert whose one row is token 1, codes = [[9.], [448.]]: the codes of its block are [[448.], [0.], ...].
+    """
+    n_blocks: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    groups: tl.constexpr = (N + ALONG - 1) // ALONG
+    block = (tl.program_id(0) // n_blocks).to(tl.int64)
+    if block < tl.load(counters_ptr):
+        r = block * ALONG + tl.arange(0, ALONG)
+        n = tl.program_id(0) % n_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+        token = tl.load(token_in_blocks_ptr + r).to(tl.int64)
+        live = tl.load(route_in_blocks_ptr + r) >= 0
+        at = codes_ptr + token[:, None] * stride_codes + n[None, :]
+        codes = tl.load(at, mask=live[:, None] & (n < N)[None, :], other=0.0)
+        tl.store(in_blocks_ptr + r[:, None] * stride_in_blocks + n[None, :], codes, mask=(n < N)[None, :])
+        if tl.program_id(0) % n_blocks == 0:
+            group = tl.arange(0, GROUPS)
+            mask = live[:, None] & (group < groups)[None, :]
+            scales = tl.load(scales_ptr + token[:, None] * groups + group[None, :], mask=mask, other=0.0)
+            to_scales = scales_in_blocks_ptr + r[:, None] * groups + group[None, :]
+            tl.store(to_scales, scales, mask=(group < groups)[None, :])
+
+
 # --8<-- [end:rows]
 
 
@@ -175,26 +284,31 @@ def quantise_weights_kernel(
     n_blocks: tl.constexpr = (N + ALONG - 1) // ALONG
     c_blocks: tl.constexpr = (C + ALONG - 1) // ALONG
     matrix = (tl.program_id(0) // (n_blocks * c_blocks)).to(tl.int64)
-    n = tl.program_id(0) // c_blocks % n_blocks * ALONG + tl.arange(0, ALONG)
+    quarter = tl.program_id(0) // c_blocks % n_blocks * (ALONG // 4) + tl.arange(0, ALONG // 4)
+    n = 4 * quarter
     c = tl.program_id(0) % c_blocks * ALONG + tl.arange(0, ALONG)
-    mask = (n < N)[:, None] & (c < C)[None, :]
 
     w_ptr += matrix // PARTS * stride_e + matrix % PARTS * stride_part
     at = w_ptr + n.to(tl.int64)[:, None] * stride_n + c.to(tl.int64)[None, :] * stride_c
-    codes, scale = quantise(tl.load(at, mask=mask, other=0.0).to(tl.float32), None)
+    rows = ()
+    amax = tl.zeros((ALONG // 4, ALONG), tl.float32)
+    for i in tl.static_range(4):
+        mask = (n + i < N)[:, None] & (c < C)[None, :]
+        row = tl.load(at + tl.cast(i, tl.int64) * stride_n, mask=mask, other=0.0)
+        amax = larger(amax, tl.abs(row.to(tl.float32)))
+        rows += (row,)
+    scale = scale_of(largest(amax, None))
+    reciprocal = tl.div_rn(1.0, scale)
 
     tl.store(scales_ptr + tl.program_id(0), scale)
     if codes_ptr is not None:
-        to_codes = codes_ptr + (matrix * N + n)[:, None] * stride_codes
-        tl.store(to_codes + c[None, :], codes, mask=mask)
+        to_codes = codes_ptr + (matrix * N + n)[:, None] * stride_codes + c[None, :]
+        for i in tl.static_range(4):
+            mask = (n + i < N)[:, None] & (c < C)[None, :]
+            tl.store(to_codes + i * stride_codes, encode(rows[i].to(tl.float32), reciprocal), mask=mask)
     if transposed_ptr is not None:
-        # Read once more, as it is written: ptxas up to 12.9 mixes up e4m3 codes that two stores lay out differently
-        # (Triton's issue 11111). The block is in a cache.
-        mask = (c < C)[:, None] & (n < N)[None, :]
-        at = w_ptr + c.to(tl.int64)[:, None] * stride_c + n.to(tl.int64)[None, :] * stride_n
-        codes = encode(tl.load(at, mask=mask, other=0.0).to(tl.float32), tl.div_rn(1.0, scale))
-        to_codes = transposed_ptr + (matrix * C + c)[:, None] * stride_transposed
-        tl.store(to_codes + n[None, :], codes, mask=mask)
+        mask = (quarter < (N + 3) // 4)[:, None] & (c < C)[None, :]
+        store_transposed(transposed_ptr, rows, reciprocal, quarter, matrix * C + c, stride_transposed, mask)
 
 
 # --8<-- [end:weights]
@@ -203,18 +317,22 @@ def quantise_weights_kernel(
 # --8<-- [start:columns]
 @triton.jit
 def store_columns(
-    codes_at,  # where the block's first row stands in column 0, (N, rows in blocks) behind it
-    scales_at,  # where the block's scale of column 0 stands
-    t,  # (128, COLUMNS) fp32: the rows of one block; zeros behind the expert's last
+    codes_ptr,  # (N, rows in blocks) written at the block
+    scales_at,  # (N,) likewise
+    rows,  # four of (32, COLUMNS): every fourth row of one block; zeros behind the expert's last
+    block,  # int64
     n,  # (COLUMNS,)
     stride_codes,
     N: tl.constexpr,
 ):
     """Quantise a tile by columns, and write it transposed."""
-    tl.static_assert(t.shape[0] == ALONG)
-    codes, scale = quantise(t, 0)
-    at = codes_at + n.to(tl.int64)[None, :] * stride_codes + tl.arange(0, ALONG)[:, None]
-    tl.store(at, codes, mask=(n < N)[None, :])
+    tl.static_assert(rows[0].shape[0] * 4 == ALONG)
+    amax = tl.zeros(rows[0].shape, tl.float32)
+    for i in tl.static_range(4):
+        amax = larger(amax, tl.abs(rows[i].to(tl.float32)))
+    scale = scale_of(largest(amax, 0))
+    row = block * (ALONG // 4) + tl.arange(0, ALONG // 4)
+    store_transposed(codes_ptr, rows, tl.div_rn(1.0, scale)[None, :], row, n, stride_codes, (n < N)[None, :])
     tl.store(scales_at + n, scale, mask=n < N)
 
 
@@ -233,9 +351,47 @@ def quantise_columns_tile(
     N: tl.constexpr,
 ):
     """Gather a block of rows, and quantise some of their columns."""
-    at = tokens_ptr + token[:, None] * stride_t + n.to(tl.int64)[None, :] * stride_n
-    t = tl.load(at, mask=live[:, None] & (n < N)[None, :], other=0.0).to(tl.float32)
-    store_columns(codes_ptr + block * ALONG, scales_ptr + block * N, t, n, stride_codes, N)
+    tokens, alive = every_fourth(token), every_fourth(live)
+    rows = ()
+    for i in tl.static_range(4):
+        at = tokens_ptr + tokens[i][:, None] * stride_t + n.to(tl.int64)[None, :] * stride_n
+        rows += (tl.load(at, mask=alive[i][:, None] & (n < N)[None, :], other=0.0),)
+    store_columns(codes_ptr, scales_ptr + block * N, rows, block, n, stride_codes, N)
+
+
+@triton.jit
+def quantise_block(
+    t_ptr,  # (ROWS, COLUMNS) read; columns without a value hold zeros
+    stride_t,
+    codes_ptr,  # (rows in blocks, N) written at these rows; or None
+    scales_at,  # (rows in blocks,) likewise
+    columns_ptr,  # (N, rows in blocks) codes, likewise; or None
+    columns_scales_at,  # (N,) likewise
+    first_row,  # in blocks, a multiple of ROWS
+    first_column,
+    stride_codes,
+    stride_columns,
+    N: tl.constexpr,
+    ROWS: tl.constexpr,  # 128, or as many as there are where no columns are wanted
+    COLUMNS: tl.constexpr,
+):
+    """Quantise values from memory both ways, each where somebody wants it. The rows are read once, in a layout that
+    suits both: a thread holds some columns of four rows side by side."""
+    n = first_column + tl.arange(0, COLUMNS)
+    if columns_ptr is not None:
+        r = 4 * tl.arange(0, ROWS // 4)
+        rows = ()
+        for i in tl.static_range(4):
+            rows += (tl.load(t_ptr + ((r + i) * stride_t)[:, None] + tl.arange(0, COLUMNS)[None, :]),)
+        store_columns(columns_ptr, columns_scales_at, rows, first_row.to(tl.int64) // ROWS, n, stride_columns, N)
+    if codes_ptr is not None:
+        for start in range(0, ROWS, ROWS // 4):
+            r = start + tl.arange(0, ROWS // 4)
+            t = tl.load(t_ptr + (r * stride_t)[:, None] + tl.arange(0, COLUMNS)[None, :])
+            codes, scale = quantise(t.to(tl.float32), 1)
+            row = first_row.to(tl.int64) + r
+            tl.store(codes_ptr + (row * stride_codes)[:, None] + n[None, :], codes, mask=(n < N)[None, :])
+            tl.store(scales_at + row, scale)
 
 
 @triton.jit
@@ -317,6 +473,31 @@ def quantise_weights(w: Tensor, codes: bool = True, transposed: bool = False) ->
     return to
 
 
+def quantise_rows_in_blocks(tokens: Tensor, table: TileTable) -> Quantised:
+    """tokens (T, N), any strides -> of their rows in blocks, codes (rows in blocks, N) and scales (rows in blocks,
+    ceil(N / 128)). A token is quantised once, and its codes are copied to each of its rows."""
+    q = quantise_rows(tokens)
+    N, groups, tile = tokens.shape[1], q.scales.shape[1], fp8_tiles().copy
+    to = tokens_in_blocks(N, tokens.dtype, len(table.row_blocks), tokens.device)
+    if len(tokens):
+        lay_in_blocks_kernel[(len(table.row_blocks) * triton.cdiv(N, tile.BLOCK_N),)](
+            q.codes,
+            q.scales,
+            to.codes,
+            to.scales,
+            table.token_in_blocks,
+            table.route_in_blocks,
+            table.counters,
+            q.codes.stride(0),
+            to.codes.stride(0),
+            N=N,
+            BLOCK_N=tile.BLOCK_N,
+            GROUPS=triton.next_power_of_2(groups),
+            num_warps=tile.num_warps,
+        )
+    return to
+
+
 def quantise_columns(tokens: Tensor, table: TileTable) -> Quantised:
     """tokens (T, N), any strides -> of their rows in blocks, codes (N, rows in blocks), scales (blocks, N)."""
     N = tokens.shape[1]
@@ -360,6 +541,14 @@ def rows_of_blocks(parts: int, columns: int, dtype: torch.dtype, blocks: int, de
     rows, groups = blocks * ALONG.value, triton.cdiv(columns, ALONG.value)
     scales = torch.empty(parts * groups, rows, dtype=torch.float32, device=device)
     return Quantised(codes_like(scales, parts, rows, columns), scales, dtype)
+
+
+def tokens_in_blocks(columns: int, dtype: torch.dtype, blocks: int, device: torch.device) -> Quantised:
+    """Uninitialised: codes (rows in blocks, columns) and their scales, (rows in blocks, ceil(columns / 128)), a row's
+    side by side, as tokens lie that are not in blocks."""
+    rows = blocks * ALONG.value
+    scales = torch.empty(rows, triton.cdiv(columns, ALONG.value), dtype=torch.float32, device=device)
+    return Quantised(codes_like(scales, rows, columns), scales, dtype)
 
 
 def columns_of_blocks(columns: int, dtype: torch.dtype, blocks: int, device: torch.device) -> Quantised:

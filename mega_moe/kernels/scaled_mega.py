@@ -40,32 +40,37 @@ from .mega import (
     parts_of_weight,
     rank_of_tile,
     routes_of_block,
-    tokens_of_block,
     wait_for_rows,
 )
 from .persistent import descriptor, gate_up_strip
 from .quantize import (
     ALONG,
     Quantised,
-    codes_like,
     columns_of_blocks,
+    every_fourth,
     quantise,
     quantise_columns_tile,
     quantise_rows,
     quantise_weights,
     rows_of_blocks,
     store_columns,
+    tokens_in_blocks,
 )
 from .scaled import (
     codes_and_scales,
-    scaled_dact_strip,
+    quantise_backward,
+    scaled_backward_epilogue,
+    scaled_dact_tile,
     scaled_gate_up_strip,
-    scaled_slot_gemm_strip,
+    scaled_slot_gemm_tile,
     scaled_weight_grad_tile,
+    scratch,
+    store_slots,
+    zeros,
 )
 from .schedule import Schedule
 from .signal import draw, needs_fence, signal, wait
-from .tile import INTERPRETED, weight_of_route
+from .tile import INTERPRETED, rows_at, tokens_of_rows, weight_of_route
 from .weights import aligned, readable
 
 DISPATCH = tl.constexpr(KINDS.index("dispatch"))
@@ -133,20 +138,24 @@ def pull_and_quantise(
     """Pull a block's rows from the ranks that hold their tokens, and store them as wanted: quantised by row, by column,
     or as they are. Rows that pad it become zeros."""
     groups: tl.constexpr = (N + ALONG - 1) // ALONG
-    r = block.to(tl.int64) * ALONG + tl.arange(0, ALONG)
+    r = block.to(tl.int64) * ALONG + 4 * tl.arange(0, ALONG // 4)
+    homes, tokens, alive = every_fourth(home), every_fourth(token), every_fourth(live)
     for group in range(groups):
         n = group * ALONG + tl.arange(0, ALONG)
-        pulled = pull_tile(heaps_ptr, home, token, live, n, to_view, buffer, max_tokens, dtype, N)
-        if pool_ptr is not None:
-            tl.store(pool_ptr + r[:, None] * stride_pool + n[None, :], pulled, mask=(n < N)[None, :])
-        t = pulled.to(tl.float32)
-        if codes_ptr is not None:
-            codes, scale = quantise(t, 1)
-            tl.store(codes_ptr + r[:, None] * stride_codes + n[None, :], codes, mask=(n < N)[None, :])
-            tl.store(scales_ptr + r * groups + group, scale)
+        rows = ()
+        for i in tl.static_range(4):
+            pulled = pull_tile(heaps_ptr, homes[i], tokens[i], alive[i], n, to_view, buffer, max_tokens, dtype, N)
+            if pool_ptr is not None:
+                tl.store(pool_ptr + (r + i)[:, None] * stride_pool + n[None, :], pulled, mask=(n < N)[None, :])
+            if codes_ptr is not None:
+                codes, scale = quantise(pulled.to(tl.float32), 1)
+                to_codes = codes_ptr + (r + i)[:, None] * stride_codes + n[None, :]
+                tl.store(to_codes, codes, mask=(n < N)[None, :])
+                tl.store(scales_ptr + (r + i) * groups + group, scale)
+            rows += (pulled,)
         if columns_ptr is not None:
             to_scales = columns_scales_ptr + block.to(tl.int64) * N
-            store_columns(columns_ptr + block.to(tl.int64) * ALONG, to_scales, t, n, stride_columns, N)
+            store_columns(columns_ptr, to_scales, rows, block.to(tl.int64), n, stride_columns, N)
 
 
 # --8<-- [end:dispatch]
@@ -166,6 +175,7 @@ def scaled_mega_forward_kernel(
     act_ptr,  # (rows in blocks, I) codes, written in every block that holds rows, and read again
     act_desc,  # the same
     act_scales_ptr,  # (groups of I, rows in blocks), likewise
+    scratch_ptr,  # (programs, BLOCK_R, GATE_UP_N) written, and read again
     slots_ptr,  # (T, K, H) written at live routes, and read again
     y_ptr,  # (T, H) written
     table_ptr,  # (tiles, 8) int32, the schedule, read
@@ -197,12 +207,14 @@ def scaled_mega_forward_kernel(
     I: tl.constexpr,
     LIMIT: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     GATE_UP_N: tl.constexpr,
     GATE_UP_C: tl.constexpr,
     GATE_UP_STRIP: tl.constexpr,
+    GATE_UP_CHUNK: tl.constexpr,
     DOWN_N: tl.constexpr,
     DOWN_C: tl.constexpr,
-    DOWN_STRIP: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
     PULL_R: tl.constexpr,
@@ -235,29 +247,28 @@ def scaled_mega_forward_kernel(
 
         stamp(trace_ptr, ticket, TAKEN)
         if kind == GATE_UP:
-            if heaps_ptr is None:
-                token = tokens_of_block(row, rows, token_of_row_ptr, BLOCK_R)
-                x_at = x_ptr + token[:, None] * stride_x + tl.arange(0, GATE_UP_C)[None, :]
-                x_scales_at = x_scales_ptr + token * H_GROUPS
-            else:
+            its_scales_ptr = x_scales_ptr
+            if heaps_ptr is not None:
                 wait(dispatched_ptr + expert, arrivals, FENCE)
                 stamp(trace_ptr, ticket, START)
-                x_at = pool_ptr
-                x_scales_at = pool_scales_ptr + (block.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)) * H_GROUPS
+                its_scales_ptr = pool_scales_ptr
             scaled_gate_up_strip(
-                x_at,
+                x_ptr,
                 pool_desc,
-                x_scales_at,
+                its_scales_ptr,
+                token_of_row_ptr,
                 w_gate_up_desc,
                 w_gate_up_scales_ptr,
                 pre_ptr,
                 act_ptr,
                 act_scales_ptr,
+                scratch_ptr,
                 block,
                 expert,
                 row,
                 rows,
                 column,
+                stride_x,
                 stride_act,
                 stride_act_scales,
                 H,
@@ -265,24 +276,22 @@ def scaled_mega_forward_kernel(
                 LIMIT,
                 dtype,
                 BLOCK_R,
+                ROWS,
+                COLUMNS,
                 GATE_UP_N,
                 GATE_UP_C,
                 GATE_UP_STRIP,
-                False,
+                GATE_UP_CHUNK,
             )
             signal(gate_up_done_ptr + expert, 1, FENCE)
         elif kind == DOWN:
             wait(gate_up_done_ptr + expert, arrivals, FENCE)
             stamp(trace_ptr, ticket, START)
-            token, slot, live = routes_of_block(row, rows, token_of_row_ptr, slot_of_row_ptr, BLOCK_R)
-            slots_at, home = slots_of_rows(slots_ptr, heaps_ptr, token, slot, live, to_slots, max_tokens, dtype, K, H)
-            scaled_slot_gemm_strip(
+            accs = scaled_slot_gemm_tile(
                 act_desc,
                 act_scales_ptr,
                 w_down_desc,
                 w_down_scales_ptr,
-                slots_at,
-                live,
                 block,
                 expert,
                 column,
@@ -293,14 +302,21 @@ def scaled_mega_forward_kernel(
                 I,
                 H,
                 BLOCK_R,
+                ROWS,
+                COLUMNS,
                 DOWN_N,
                 DOWN_C,
-                DOWN_STRIP,
-                False,
             )
+            for i in tl.static_range(BLOCK_R // ROWS):
+                start = i * ROWS
+                token, slot, live = routes_of_block(row + start, rows - start, token_of_row_ptr, slot_of_row_ptr, ROWS)
+                slots_at, _ = slots_of_rows(slots_ptr, heaps_ptr, token, slot, live, to_slots, max_tokens, dtype, K, H)
+                store_slots(accs, i, slots_at, live, column * DOWN_N, H, COLUMNS, DOWN_N // COLUMNS)
             if heaps_ptr is None:
                 signal(rows_done_ptr, rows, False)
             else:
+                token, _, live = routes_of_block(row, rows, token_of_row_ptr, slot_of_row_ptr, BLOCK_R)
+                home, _ = home_of_rows(token, live, max_tokens)
                 tell_homes(heaps_ptr, home, live, ROWS_ARRIVED, W, BLOCK_W)
         elif kind == DISPATCH:
             if heaps_ptr is not None:
@@ -406,6 +422,7 @@ def scaled_mega_backward_kernel(
     dy_columns_desc,  # the same
     dy_columns_scales_ptr,  # (blocks, H), likewise
     parts_ptr,  # (R, blocks of I) fp32, written where a row has an expert, and read again; or None
+    scratch_ptr,  # (programs, BLOCK_R, 3 * DACT_N) written, and read again
     slots_ptr,  # (T, K, H) written at live routes, and read again; or None
     dx_ptr,  # (T, H) written; or None
     dtopk_weights_ptr,  # (T, K) written; or None
@@ -453,16 +470,17 @@ def scaled_mega_backward_kernel(
     PHASES: tl.constexpr,  # how many there are, over rows
     DACT_PHASE: tl.constexpr,  # which of them dact is
     BLOCK_R: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     GATE_UP_N: tl.constexpr,
     GATE_UP_C: tl.constexpr,
     GATE_UP_STRIP: tl.constexpr,
+    GATE_UP_CHUNK: tl.constexpr,
     DACT_N: tl.constexpr,
     DACT_C: tl.constexpr,
-    DACT_STRIP: tl.constexpr,
     CHUNK: tl.constexpr,
     DX_N: tl.constexpr,
     DX_C: tl.constexpr,
-    DX_STRIP: tl.constexpr,
     DW_GATE_UP_M: tl.constexpr,
     DW_GATE_UP_N: tl.constexpr,
     DW_GATE_UP_R: tl.constexpr,
@@ -510,79 +528,97 @@ def scaled_mega_backward_kernel(
             if DACT_PHASE > 0:
                 wait(dact_done_ptr - E + expert, arrivals, FENCE)
                 stamp(trace_ptr, ticket, START)
-            token, slot, live = routes_of_block(row, rows, token_of_row_ptr, slot_of_row_ptr, BLOCK_R)
-            r = row + tl.arange(0, BLOCK_R)
-            parts_at = None
-            home = token
-            if heaps_ptr is None:
-                known = tokens_of_block(row, rows, token_of_row_ptr, BLOCK_R)
-                dy_at = dy_codes_ptr + known[:, None] * stride_dy_codes + tl.arange(0, DACT_C)[None, :]
-                dy_scales_at = dy_scales_ptr + known * H_GROUPS
-                route = token.to(tl.int64) * K + slot
-                weight = weight_of_route(route, live, topk_weights_ptr, stride_t, stride_k, K)
+            dacts = zeros((BLOCK_R // ROWS) * (DACT_N // COLUMNS), ROWS, COLUMNS)
+            if dpre_ptr is not None or dpre_columns_ptr is not None or NEED_DTOPK_WEIGHTS:
+                dacts = scaled_dact_tile(
+                    dy_codes_ptr,
+                    dy_codes_desc,
+                    dy_scales_ptr,
+                    token_of_row_ptr,
+                    w_down_desc,
+                    w_down_scales_ptr,
+                    block,
+                    expert,
+                    row,
+                    rows,
+                    column,
+                    stride_dy_codes,
+                    H,
+                    I,
+                    BLOCK_R,
+                    ROWS,
+                    COLUMNS,
+                    DACT_N,
+                    DACT_C,
+                )
+            its_scratch_ptr = scratch_ptr + tl.program_id(0) * (BLOCK_R * 3 * DACT_N)
+            tl.debug_barrier()  # all threads have read what the tile before left
+            for i in tl.static_range(BLOCK_R // ROWS):
+                start = i * ROWS
+                token, slot, live = routes_of_block(row + start, rows - start, token_of_row_ptr, slot_of_row_ptr, ROWS)
+                r = row + start + tl.arange(0, ROWS)
+                if heaps_ptr is None:
+                    route = token.to(tl.int64) * K + slot
+                    weight = weight_of_route(route, live, topk_weights_ptr, stride_t, stride_k, K)
+                else:
+                    weight = tl.load(weight_of_row_ptr + r, mask=live, other=0.0).to(tl.float32)
+                part = scaled_backward_epilogue(
+                    dacts,
+                    i,
+                    rows_at(pre_ptr, r, 2 * I),
+                    rows_at(its_scratch_ptr, start + tl.arange(0, ROWS), 3 * DACT_N),
+                    weight,
+                    live,
+                    column * DACT_N,
+                    LIMIT,
+                    I,
+                    ROWS,
+                    COLUMNS,
+                    DACT_N,
+                    CHUNK,
+                )
                 if NEED_DTOPK_WEIGHTS:
-                    parts_at = parts_ptr + r.to(tl.int64) * PARTS
-            else:
-                dy_at = dy_codes_ptr
-                dy_scales_at = dy_scales_ptr + (block.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)) * H_GROUPS
-                weight = tl.load(weight_of_row_ptr + r, mask=live, other=0.0).to(tl.float32)
-                home, its_token = home_of_rows(token, live, max_tokens)
-                if NEED_DTOPK_WEIGHTS:
-                    its_parts_ptr = (tl.load(heaps_ptr + home) + to_dweights).to(tl.pointer_type(tl.float32))
-                    parts_at = its_parts_ptr + (its_token.to(tl.int64) * K + slot) * PARTS
-            scaled_dact_strip(
-                dy_at,
-                dy_codes_desc,
-                dy_scales_at,
-                w_down_desc,
-                w_down_scales_ptr,
-                pre_ptr,
+                    if heaps_ptr is None:
+                        parts_at = rows_at(parts_ptr, r, PARTS)
+                    else:
+                        home, its_token = home_of_rows(token, live, max_tokens)
+                        its_parts_ptr = (tl.load(heaps_ptr + home) + to_dweights).to(tl.pointer_type(tl.float32))
+                        parts_at = its_parts_ptr + (its_token.to(tl.int64) * K + slot) * PARTS
+                    tl.store(parts_at + column, part, mask=live)
+            tl.debug_barrier()  # all threads have written
+            quantise_backward(
+                its_scratch_ptr,
                 dpre_ptr,
                 dpre_scales_ptr,
                 dpre_columns_ptr,
                 dpre_columns_scales_ptr,
                 act_columns_ptr,
                 act_columns_scales_ptr,
-                parts_at,
-                weight,
-                live,
                 block,
-                expert,
-                row,
                 column,
                 stride_dpre,
                 stride_columns,
-                H,
                 I,
-                LIMIT,
                 BLOCK_R,
                 DACT_N,
-                DACT_C,
-                CHUNK,
-                DACT_STRIP,
-                False,
             )
             signal(dact_done_ptr + expert, 1, FENCE)
             if NEED_DTOPK_WEIGHTS and not NEED_DX:
                 if heaps_ptr is None:
                     signal(rows_done_ptr, rows, False)
                 else:
+                    token, _, live = routes_of_block(row, rows, token_of_row_ptr, slot_of_row_ptr, BLOCK_R)
+                    home, _ = home_of_rows(token, live, max_tokens)
                     tell_homes(heaps_ptr, home, live, ROWS_ARRIVED, W, BLOCK_W)
         elif kind == DX:
             if NEED_DX:
                 wait(dact_done_ptr + expert, arrivals, FENCE)
                 stamp(trace_ptr, ticket, START)
-                token, slot, live = routes_of_block(row, rows, token_of_row_ptr, slot_of_row_ptr, BLOCK_R)
-                slots_at, home = slots_of_rows(
-                    slots_ptr, heaps_ptr, token, slot, live, to_slots, max_tokens, dtype, K, H
-                )
-                scaled_slot_gemm_strip(
+                accs = scaled_slot_gemm_tile(
                     dpre_desc,
                     dpre_scales_ptr,
                     w_gate_up_desc,
                     w_gate_up_scales_ptr,
-                    slots_at,
-                    live,
                     block,
                     expert,
                     column,
@@ -593,14 +629,25 @@ def scaled_mega_backward_kernel(
                     I,
                     H,
                     BLOCK_R,
+                    ROWS,
+                    COLUMNS,
                     DX_N,
                     DX_C,
-                    DX_STRIP,
-                    False,
                 )
+                for i in tl.static_range(BLOCK_R // ROWS):
+                    start = i * ROWS
+                    token, slot, live = routes_of_block(
+                        row + start, rows - start, token_of_row_ptr, slot_of_row_ptr, ROWS
+                    )
+                    slots_at, _ = slots_of_rows(
+                        slots_ptr, heaps_ptr, token, slot, live, to_slots, max_tokens, dtype, K, H
+                    )
+                    store_slots(accs, i, slots_at, live, column * DX_N, H, COLUMNS, DX_N // COLUMNS)
                 if heaps_ptr is None:
                     signal(rows_done_ptr, rows, False)
                 else:
+                    token, _, live = routes_of_block(row, rows, token_of_row_ptr, slot_of_row_ptr, BLOCK_R)
+                    home, _ = home_of_rows(token, live, max_tokens)
                     tell_homes(heaps_ptr, home, live, ROWS_ARRIVED, W, BLOCK_W)
         elif kind == DW_GATE_UP:
             if dw_gate_up_ptr is not None:
@@ -624,6 +671,8 @@ def scaled_mega_backward_kernel(
                     DW_GATE_UP_M,
                     DW_GATE_UP_N,
                     DW_GATE_UP_R,
+                    ROWS,
+                    COLUMNS,
                 )
         elif kind == DW_DOWN:
             if dw_down_ptr is not None:
@@ -647,6 +696,8 @@ def scaled_mega_backward_kernel(
                     DW_DOWN_M,
                     DW_DOWN_N,
                     DW_DOWN_R,
+                    ROWS,
+                    COLUMNS,
                 )
         elif kind == GATE_UP:
             if w_gate_up_pair_desc is not None:
@@ -656,7 +707,7 @@ def scaled_mega_backward_kernel(
                 if x_codes_ptr is None:
                     x_at = x_ptr
                     if heaps_ptr is None:
-                        known = tokens_of_block(row, rows, token_of_row_ptr, BLOCK_R)
+                        known = tokens_of_rows(row, rows, token_of_row_ptr, BLOCK_R)
                         c = tl.arange(0, GATE_UP_C).to(tl.int64)
                         x_at = x_ptr + known[:, None] * stride_xt + c[None, :] * stride_xh
                     gate_up_strip(
@@ -682,27 +733,23 @@ def scaled_mega_backward_kernel(
                         False,
                     )
                 else:
-                    if heaps_ptr is None:
-                        known = tokens_of_block(row, rows, token_of_row_ptr, BLOCK_R)
-                        codes_at = x_codes_ptr + known[:, None] * stride_x_codes + tl.arange(0, GATE_UP_C)[None, :]
-                        x_scales_at = x_scales_ptr + known * H_GROUPS
-                    else:
-                        codes_at = x_codes_ptr
-                        x_scales_at = x_scales_ptr + (block.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)) * H_GROUPS
                     scaled_gate_up_strip(
-                        codes_at,
+                        x_codes_ptr,
                         x_codes_desc,
-                        x_scales_at,
+                        x_scales_ptr,
+                        token_of_row_ptr,
                         w_gate_up_pair_desc,
                         w_gate_up_scales_ptr,
                         pre_ptr,
                         None,
                         None,
+                        scratch_ptr,
                         block,
                         expert,
                         row,
                         rows,
                         column,
+                        stride_x_codes,
                         0,
                         0,
                         H,
@@ -710,10 +757,12 @@ def scaled_mega_backward_kernel(
                         LIMIT,
                         dtype,
                         BLOCK_R,
+                        ROWS,
+                        COLUMNS,
                         GATE_UP_N,
                         GATE_UP_C,
                         GATE_UP_STRIP,
-                        False,
+                        GATE_UP_CHUNK,
                     )
                 signal(dact_done_ptr - E + expert, 1, False)
         elif kind == DISPATCH:
@@ -857,25 +906,26 @@ def scaled_mega_forward(
     blocks, gate_up, down = blocks_bound(p, tiles), tiles.gate_up, tiles.down
     if p.R:
         x = quantise_rows(inputs.x) if memory is None else None
-        pool = pool_of_codes(blocks, p.H, dtype, device) if memory else None
+        pool = tokens_in_blocks(p.H, dtype, blocks, device) if memory else None
         w_gate_up, w_down = quantise_weights(inputs.w_gate_up), quantise_weights(inputs.w_down)
         act = rows_of_blocks(1, p.I, dtype, blocks, device)
         scaled_mega_forward_kernel[(programs(gate_up),)](
             *codes_and_scales(x),
             inputs.topk_weights,
-            descriptor(w_gate_up.codes, 1, 2, gate_up.BLOCK_N // 2, gate_up.BLOCK_C),
+            descriptor(w_gate_up.codes, 1, 1, gate_up.COLUMNS, gate_up.BLOCK_C),
             w_gate_up.scales,
-            descriptor(w_down.codes, 1, down.BLOCK_N, down.BLOCK_C),
+            descriptor(w_down.codes, 1, down.COLUMNS, down.BLOCK_C),
             w_down.scales,
             pre,
-            *operand(act, 1, tiles.BLOCK_R, down.BLOCK_C),
+            *operand(act, 1, down.ROWS, down.BLOCK_C),
+            scratch(gate_up, tiles.BLOCK_R, like=y, dtype=dtype),
             y.new_empty(p.T, p.K, p.H) if memory is None else None,
             y,
             schedule.table,
             schedule.counters,
             *plan[1:],
             *(memory.addresses, memory.own, memory.token_start) if memory else (None, None, None),
-            *operand(pool, tiles.BLOCK_R, gate_up.BLOCK_C),
+            *operand(pool, gate_up.ROWS, gate_up.BLOCK_C),
             trace,
             p.T,
             p.E_here,
@@ -890,12 +940,14 @@ def scaled_mega_forward(
             I=p.I,
             LIMIT=p.swiglu_limit,
             BLOCK_R=tiles.BLOCK_R,
+            ROWS=gate_up.ROWS,
+            COLUMNS=gate_up.COLUMNS,
             GATE_UP_N=gate_up.BLOCK_N,
             GATE_UP_C=gate_up.BLOCK_C,
             GATE_UP_STRIP=gate_up.STRIP,
+            GATE_UP_CHUNK=gate_up.CHUNK,
             DOWN_N=down.BLOCK_N,
             DOWN_C=down.BLOCK_C,
-            DOWN_STRIP=down.STRIP,
             PULL_R=tiles.pull.BLOCK_R,
             PULL_H=tiles.pull.BLOCK_N,
             PULL_SCALES=triton.next_power_of_2(triton.cdiv(p.H, ALONG.value)),
@@ -939,7 +991,7 @@ def scaled_mega_backward(
     if need.dx or codes_again:
         w_gate_up = quantise_weights(inputs.w_gate_up, codes=codes_again, transposed=need.dx)
     if codes_again:
-        pair = descriptor(w_gate_up.codes, 1, 2, gate_up.BLOCK_N // 2, gate_up.BLOCK_C)
+        pair = descriptor(w_gate_up.codes, 1, 1, gate_up.COLUMNS, gate_up.BLOCK_C)
     elif recompute:
         as_it_is = readable(inputs.w_gate_up).unflatten(1, (2, p.I))
         pair = descriptor(as_it_is, 1, 2, gate_up.BLOCK_N, gate_up.BLOCK_C)
@@ -949,7 +1001,7 @@ def scaled_mega_backward(
         if need.dtopk_weights:
             parts = x.new_empty(p.R, parts_of_weight(p, tiles), dtype=torch.float32)
     else:
-        by_row = lambda t: pool_of_codes(blocks, p.H, dtype, device)
+        by_row = lambda t: tokens_in_blocks(p.H, dtype, blocks, device)
         weight_of_row = inputs.topk_weights.new_empty(p.R)
         x_pool = aligned((blocks * tiles.BLOCK_R, p.H), like=x) if recompute and not codes_again else None
     dy_codes, x_codes = by_row(dy), by_row(x) if codes_again else None
@@ -963,7 +1015,7 @@ def scaled_mega_backward(
         dw_gate_up=inputs.w_gate_up.new_empty(inputs.w_gate_up.shape) if need.dw_gate_up else None,
         dw_down=inputs.w_down.new_empty(inputs.w_down.shape) if need.dw_down else None,
     )
-    pooled = lambda q, C: descriptor(q.codes, tiles.BLOCK_R, C) if memory and q else None
+    pooled = lambda q, C: descriptor(q.codes, dact.ROWS, C) if memory and q else None
     scaled_mega_backward_kernel[(programs(dact),)](
         dy,
         x,
@@ -974,18 +1026,19 @@ def scaled_mega_backward(
         pooled(x_codes, gate_up.BLOCK_C),
         x_codes.scales if x_codes else None,
         inputs.topk_weights,
-        descriptor(w_down.transposed, 1, dact.BLOCK_N, dact.BLOCK_C),
+        descriptor(w_down.transposed, 1, dact.COLUMNS, dact.BLOCK_C),
         w_down.scales,
-        descriptor(w_gate_up.transposed.flatten(0, 1), 1, dx.BLOCK_N, dx.BLOCK_C) if need.dx else None,
+        descriptor(w_gate_up.transposed.flatten(0, 1), 1, dx.COLUMNS, dx.BLOCK_C) if need.dx else None,
         pair,
         w_gate_up.scales if w_gate_up else None,
         pre,
-        *operand(dpre, 1, tiles.BLOCK_R, dx.BLOCK_C),
-        *operand(dpre_columns, dw_gate_up.BLOCK_M, dw_gate_up.BLOCK_R),
-        *operand(act_columns, dw_down.BLOCK_M, dw_down.BLOCK_R),
-        *operand(x_columns, dw_gate_up.BLOCK_N, dw_gate_up.BLOCK_R),
-        *operand(dy_columns, dw_down.BLOCK_N, dw_down.BLOCK_R),
+        *operand(dpre, 1, dx.ROWS, dx.BLOCK_C),
+        *operand(dpre_columns, dw_gate_up.ROWS, dw_gate_up.BLOCK_R),
+        *operand(act_columns, dw_down.ROWS, dw_down.BLOCK_R),
+        *operand(x_columns, dw_gate_up.COLUMNS, dw_gate_up.BLOCK_R),
+        *operand(dy_columns, dw_down.COLUMNS, dw_down.BLOCK_R),
         parts,
+        scratch(dact, 3 * tiles.BLOCK_R, like=x, dtype=dtype),
         slots,
         grads.dx,
         grads.dtopk_weights,
@@ -1018,16 +1071,17 @@ def scaled_mega_backward(
         PHASES=len(work.phases),
         DACT_PHASE=work.waits_for,
         BLOCK_R=tiles.BLOCK_R,
+        ROWS=dact.ROWS,
+        COLUMNS=dact.COLUMNS,
         GATE_UP_N=gate_up.BLOCK_N if recompute else None,
         GATE_UP_C=gate_up.BLOCK_C if recompute else None,
         GATE_UP_STRIP=gate_up.STRIP if recompute else None,
+        GATE_UP_CHUNK=gate_up.CHUNK if codes_again else None,
         DACT_N=dact.BLOCK_N,
         DACT_C=dact.BLOCK_C,
-        DACT_STRIP=dact.STRIP,
         CHUNK=dact.CHUNK,
         DX_N=dx.BLOCK_N,
         DX_C=dx.BLOCK_C,
-        DX_STRIP=dx.STRIP,
         DW_GATE_UP_M=dw_gate_up.BLOCK_M,
         DW_GATE_UP_N=dw_gate_up.BLOCK_N,
         DW_GATE_UP_R=dw_gate_up.BLOCK_R,
@@ -1043,14 +1097,6 @@ def scaled_mega_backward(
         num_stages=dact.num_stages,
     )
     return grads
-
-
-def pool_of_codes(blocks: int, columns: int, dtype: torch.dtype, device: torch.device) -> Quantised:
-    """Uninitialised: codes (rows in blocks, columns) and their scales, (rows in blocks, ceil(columns / 128)): rows that
-    come from other ranks, as tokens lie at home."""
-    rows = blocks * ALONG.value
-    scales = torch.empty(rows, triton.cdiv(columns, ALONG.value), dtype=torch.float32, device=device)
-    return Quantised(codes_like(scales, rows, columns), scales, dtype)
 
 
 def operand(q: Quantised | None, *block: int) -> tuple[Tensor | None, TensorDescriptor | None, Tensor | None]:

@@ -5,9 +5,10 @@ every program for itself, and is now looked up ahead, in a table that is made on
 of tiles the loads of one begin under the epilogue of the one before; a long expert's weight gradient could come last,
 and now comes first. What the kernels hand to each other lies in whole blocks of rows, so that TMA can load it.
 
-In 8 bits the steps are the same, and so are the launches (PRODUCTS names them) but for those that quantise: tokens and
-weights before they are multiplied, in every call, so that no change of a weight is missed; what lies between products
-in the epilogue that makes it. A weight gradient contracts over rows, for which its tokens are quantised once more.
+In 8 bits the steps are the same, and so are the launches (PRODUCTS names them) but for those that quantise: tokens
+and weights before they are multiplied, in every call, so that no change of a weight is missed; what
+lies between products in the epilogue that makes it. Tokens' codes are laid out in blocks as well, so that TMA loads
+them too. A weight gradient contracts over rows, for which its tokens are quantised once more.
 """
 
 from torch import Tensor
@@ -50,7 +51,7 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dy: Tensor, need: N
         pre, _ = gate_up(problem, inputs, plan, as_before, act=False)
     w_down, limit = of.transposed(inputs.w_down), problem.swiglu_limit
     dpre, weighted_act, dtopk_weights = of.launches.dact_swiglu(
-        of.rows(dy), w_down, pre, inputs.topk_weights, plan, table, limit, need
+        of.rows(dy, table), w_down, pre, inputs.topk_weights, plan, table, limit, need
     )
     del pre, w_down
     if need.dx:
@@ -72,7 +73,7 @@ def gate_up(
 ) -> tuple[Tensor | None, Tensor | None]:
     """pre (R, 2, I) and act (rows in blocks, I) as wanted: forward stores both, or act alone; backward pre alone."""
     of, _ = PRODUCTS[problem.precision]
-    x, w = of.rows(inputs.x), of.weights(inputs.w_gate_up)
+    x, w = of.rows(inputs.x, table), of.weights(inputs.w_gate_up)
     return of.launches.gate_up_swiglu(x, w, plan, table, problem.swiglu_limit, pre, act)
 
 

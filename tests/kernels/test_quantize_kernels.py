@@ -13,6 +13,7 @@ from mega_moe.kernels.quantize import (
     columns_in_blocks,
     quantise_columns,
     quantise_rows,
+    quantise_rows_in_blocks,
     quantise_weights,
     rows_in_blocks,
     to_e4m3,
@@ -79,17 +80,22 @@ def table_of(plan: Plan) -> TileTable:
 
 
 def assert_columns(tokens: Tensor, plan: Plan) -> None:
-    """In every block that holds rows: what the specification says, and zeros behind an expert's last row."""
+    """In every block that holds rows: what the specification says, and zeros behind an expert's last row. Beside it the
+    same rows by row."""
     table, live = table_of(plan), int(plan.row_start[-1])
     got, blocks = quantise_columns(tokens, table), int(table.counters[0])
+    by_row, rows = on_cpu(tokens, (1, ALONG)), table.route_in_blocks[: blocks * ALONG] >= 0
+    token = table.token_in_blocks[: blocks * ALONG]
+    codes, scales = (part[: blocks * ALONG] for part in quantise_rows_in_blocks(tokens, table)[:2])
+    assert same_bits(codes[rows], by_row.codes[token[rows]]) and not codes[~rows].float().any()
+    assert same_bits(scales[rows], by_row.scales[token[rows]]) and not scales[~rows].any()
     true = on_cpu(tokens[plan.token_of_row[:live]], (ALONG, 1), plan.row_start)
     assert got.codes.shape[1] % ALONG == 0 and len(true.scales) == blocks
     assert same_bits(got.scales[:blocks], true.scales)
 
-    in_blocks = table.route_in_blocks[: blocks * ALONG] >= 0
     codes = got.codes[:, : blocks * ALONG].contiguous().view(torch.uint8)
-    assert torch.equal(codes[:, in_blocks], true.codes.view(torch.uint8).T)
-    assert not codes[:, ~in_blocks].any()
+    assert torch.equal(codes[:, rows], true.codes.view(torch.uint8).T)
+    assert not codes[:, ~rows].any()
 
 
 # One value.
@@ -133,6 +139,8 @@ def test_kernels_do_their_examples(poison):
     plan = plan_of([1])._replace(token_of_row=tensor([1]).int())
     columns = quantise_columns(tensor([[9.0], [448.0]]), table_of(plan))
     assert columns.codes[0, :ALONG].tolist() == [448.0] + [0.0] * 127 and columns.scales[0].tolist() == [1.0]
+    in_blocks = quantise_rows_in_blocks(tensor([[9.0], [448.0]]), table_of(plan))
+    assert in_blocks.codes[:ALONG, 0].tolist() == [448.0] + [0.0] * 127 and in_blocks.scales[0].tolist() == [1.0]
 
 
 @every_dtype
