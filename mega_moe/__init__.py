@@ -5,11 +5,12 @@
 
 from .api import moe
 from .capture import capture_layer
+from .kept import keep_codes
 from .module import MoE
 from .processes import ShmHeaps, SymmetricHeaps
 from .registry import LADDER
 from .shapes import Problem
 from .symmetric import LocalHeaps
 
-__all__ = ["LADDER", "LocalHeaps", "MoE", "Problem", "ShmHeaps", "SymmetricHeaps", "capture_layer", "moe"]
+__all__ = ["LADDER", "LocalHeaps", "MoE", "Problem", "ShmHeaps", "SymmetricHeaps", "capture_layer", "keep_codes", "moe"]
 __version__ = "0.1.0"

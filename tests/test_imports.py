@@ -104,7 +104,7 @@ def test_the_public_face():
     import mega_moe
 
     heaps = {"LocalHeaps", "ShmHeaps", "SymmetricHeaps"}
-    assert set(mega_moe.__all__) == heaps | {"LADDER", "MoE", "Problem", "capture_layer", "moe"}
+    assert set(mega_moe.__all__) == heaps | {"LADDER", "MoE", "Problem", "capture_layer", "keep_codes", "moe"}
     assert all(hasattr(mega_moe, name) for name in mega_moe.__all__)
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from types import ModuleType
 from typing import NamedTuple
 
+from ..kept import once
 from ..shapes import Problem
 from . import blocks, mx_quantize, mx_scaled, persistent, quantize, scaled
 from .weights import readable
@@ -63,8 +64,8 @@ MX = Products(
     tiles=blocks.mx_for,
     rows=lambda t, table: mx_quantize.quantise_rows(t),
     columns=mx_quantize.quantise_columns,
-    weights=mx_quantize.quantise_weights,
-    transposed=mx_quantize.quantise_transposed,
+    weights=partial(once, mx_quantize.quantise_weights),
+    transposed=partial(once, mx_quantize.quantise_transposed),
     why_not=blocks.why_not_mx,
     note=lambda problem: blocks.mx_note(),
 )

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..kept import can_be_kept, is_kept, once
 from .blocks import fp8_tiles
 from .tile import INTERPRETED
 from .tile_table import TileTable
@@ -451,6 +452,15 @@ def quantise_rows(t: Tensor) -> Quantised:
 
 def quantise_weights(w: Tensor, codes: bool = True, transposed: bool = False) -> QuantisedWeights:
     """w (E, N, C) or (E, 2, N, C), any strides -> its codes, as they lie, transposed, or both in one pass."""
+    if not can_be_kept(w):
+        return make_codes(w, codes, transposed)
+    # What is kept for forward, of a weight that has a gradient, backward will read transposed.
+    both = (codes and (transposed or w.requires_grad)) or is_kept(make_codes, w, True, True)
+    return once(make_codes, w, both or codes, both or transposed)
+
+
+def make_codes(w: Tensor, codes: bool, transposed: bool) -> QuantisedWeights:
+    """The same, whatever is kept."""
     *matrices, N, C = w.shape
     by_part = w if w.dim() == 4 else w[:, None]
     blocks = [triton.cdiv(size, ALONG.value) for size in (N, C)]

@@ -6,7 +6,7 @@ of tiles the loads of one begin under the epilogue of the one before; a long exp
 and now comes first. What the kernels hand to each other lies in whole blocks of rows, so that TMA can load it.
 
 In 8 bits the steps are the same, and so are the launches (PRODUCTS names them) but for those that quantise: tokens
-and weights before they are multiplied, in every call, so that no change of a weight is missed; what
+and weights before they are multiplied, in every call, so that no change of a weight is missed (but see kept.py); what
 lies between products in the epilogue that makes it. Tokens' codes are laid out in blocks as well, so that TMA loads
 them too. A weight gradient contracts over rows, for which its tokens are quantised once more.
 """
