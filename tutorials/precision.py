@@ -472,9 +472,10 @@ for name in ("fp8", "fp8_bwd"):
 
 # %% [markdown]
 # x and dy are quantised by row, and once more by column, in the order of the experts' rows: K codes for each value.
-# Both weights are quantised in each direction, and in every call: a copy that was kept could be older than its weight.
-# act, dpre and the weighted act are not among these launches. A product's epilogue has them in registers, finds the
-# largest of each block there, and stores codes at once.
+# Both weights are quantised in each direction, and in every call: a copy that was kept could be older than its weight,
+# and not every write can be seen. Who knows better says so, with `mega_moe.keep_codes()`. act, dpre and the weighted act
+# are not among these launches. The program that makes a tile of them leaves it in a memory of its own, small enough to
+# stay in a cache, reads it back by row and by column, and stores codes at once.
 #
 # So what is there to gain? By the data sheet alone, for a step of both models: products at twice the rate; and for
 # quantising, values read in 16 bits and written in 8.
@@ -498,10 +499,11 @@ for name in ("qwen3-30b-a3b", "qwen3-235b-a22b"):
 # with more tokens to an expert the ratio rises. (No card reaches its data sheet, and it need not miss both rates
 # alike.)
 #
-# And what came of it? So far the opposite: the first run of FP8 on an H200 took 1.25 to 1.5 times as long as bf16. The
-# products were faster, by 1.24 to 1.6 times with the best tiles, and the epilogue of dact, which quantises by column,
-# took more than they saved ([the figures](../measuring.md#what-was-tried)). From [the newest record](../results.md),
-# where a rung in 8 bits is in it:
+# And what came of it? The first run of FP8 on an H200 took 1.25 to 1.5 times as long as bf16: the epilogue of dact
+# quantised by column in registers, and took more than all products saved. Since it goes through memory, both layers are
+# about as fast as in bf16. Products are faster, by 1.2 to 1.7 times, and making codes takes most of that
+# ([the figures](../measuring.md#what-was-tried)). From [the newest record](../results.md), where a rung in 8 bits is in
+# it:
 
 # %% tags=["hide-input"]
 records = sorted(Path(mega_moe.__file__).parents[1].glob("docs/results/*.json"))
