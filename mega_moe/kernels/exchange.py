@@ -23,9 +23,10 @@ from .blocks import blocks_for, launch_options
 from .combine import combine, dispatch_backward
 from .meet import home_of_token, in_heap, meet, rows_in_heap
 from .plan import plan as make_plan
-from .quantize import Quantised
+from .quantize import Quantised, lay_in_blocks
 from .signal import arrive, has_failed, wait_for_ranks
 from .tile import nan_if, narrow
+from .tile_table import TileTable
 
 
 # --8<-- [start:rows]
@@ -290,12 +291,12 @@ class ThroughHeaps:
         """The rows of x or dy (by name) for the experts here, (R, H), and if wanted their router weights (R, 1)."""
         return pull(name, weights, self.problem, self.memory, self.plan)
 
-    def pull_x(self, quantise: Callable) -> Tensor | Quantised:
+    def pull_x(self, quantise: Callable, table: TileTable) -> Tensor | Quantised:
         """The rows of x as forward's products read them: codes where these are published, or what `quantise` makes."""
         if not self.problem.token_scales:
-            return quantise(self.pull("x")[0])
+            return quantise(self.pull("x")[0], table)
         codes, scales = (self.pull(name)[0] for name in ("x_codes", "x_scales"))
-        return Quantised(codes, scales, self.problem.dtype)
+        return lay_in_blocks(Quantised(codes, scales, self.problem.dtype), table)
 
     def combine(self, out: Tensor) -> Tensor:
         """out (R, 1, H), to whom it belongs; what came back, summed: y (T, H)."""
@@ -348,9 +349,9 @@ class ByAllToAll:
         rows = self.exchange.dispatch(dict(x=self.inputs.x, dy=self.dy)[name][token])
         return rows, self.exchange.dispatch(self.inputs.topk_weights[token, slot][:, None]) if weights else None
 
-    def pull_x(self, quantise: Callable) -> Tensor | Quantised:
+    def pull_x(self, quantise: Callable, table: TileTable) -> Tensor | Quantised:
         """As ThroughHeaps.pull_x. Rows travel as they are."""
-        return quantise(self.pull("x")[0])
+        return quantise(self.pull("x")[0], table)
 
     def combine(self, out: Tensor) -> Tensor:
         """As ThroughHeaps.combine."""

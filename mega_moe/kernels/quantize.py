@@ -486,10 +486,14 @@ def make_codes(w: Tensor, codes: bool, transposed: bool) -> QuantisedWeights:
 def quantise_rows_in_blocks(tokens: Tensor, table: TileTable) -> Quantised:
     """tokens (T, N), any strides -> of their rows in blocks, codes (rows in blocks, N) and scales (rows in blocks,
     ceil(N / 128)). A token is quantised once, and its codes are copied to each of its rows."""
-    q = quantise_rows(tokens)
-    N, groups, tile = tokens.shape[1], q.scales.shape[1], fp8_tiles().copy
-    to = tokens_in_blocks(N, tokens.dtype, len(table.row_blocks), tokens.device)
-    if len(tokens):
+    return lay_in_blocks(quantise_rows(tokens), table)
+
+
+def lay_in_blocks(q: Quantised, table: TileTable) -> Quantised:
+    """Of tokens by row, codes (T, N) and scales (T, ceil(N / 128)) -> the same of their rows in blocks."""
+    (T, N), groups, tile = q.codes.shape, q.scales.shape[1], fp8_tiles().copy
+    to = tokens_in_blocks(N, q.dtype, len(table.row_blocks), q.codes.device)
+    if T:
         lay_in_blocks_kernel[(len(table.row_blocks) * triton.cdiv(N, tile.BLOCK_N),)](
             q.codes,
             q.scales,

@@ -27,7 +27,7 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Saved]:
     of, _ = PRODUCTS[problem.precision]
     peers = meet_peers(problem, inputs)
     table = tile_table(peers.own, of.tiles(problem))
-    rows, w_gate_up = peers.pull_x(of.rows), of.weights(inputs.w_gate_up)
+    rows, w_gate_up = peers.pull_x(of.rows, table), of.weights(inputs.w_gate_up)
     kept, limit = problem.save == "pre", problem.swiglu_limit
     pre, act = of.launches.gate_up_swiglu(rows, w_gate_up, peers.own, table, limit, kept, True)
     del rows
@@ -48,11 +48,11 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dy: Tensor, need: N
     rows = peers.pull("x")[0] if pre is None or need.dw_gate_up else None
     if pre is None:
         as_before = table if of is of_forward else tile_table(own, of_forward.tiles(problem))
-        x, w_gate_up = of_forward.rows(rows), of_forward.weights(inputs.w_gate_up)
+        x, w_gate_up = of_forward.rows(rows, as_before), of_forward.weights(inputs.w_gate_up)
         pre, _ = of_forward.launches.gate_up_swiglu(x, w_gate_up, own, as_before, limit, True, False)
         del x, w_gate_up
     dpre, weighted_act, dweight_of_row = of.launches.dact_swiglu(
-        of.rows(dy_rows), of.transposed(inputs.w_down), pre, weight_of_row, own, table, limit, need
+        of.rows(dy_rows, table), of.transposed(inputs.w_down), pre, weight_of_row, own, table, limit, need
     )
     del pre
     drows = of.launches.dx_slots(dpre, of.transposed(inputs.w_gate_up), own, table) if need.dx else None
