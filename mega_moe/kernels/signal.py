@@ -117,12 +117,15 @@ def finish_stores():
 
 @triton.jit
 def fence_for_copy_engine():
-    """Order this thread's loads and stores against those of the copy engine, which has its own way to memory.
+    """Order this thread's loads and stores of global memory against those of the copy engine, which has its own way
+    there. (A fence of shared memory too would wait until all stores have arrived, as the release does already.)
 
     Every writing thread needs it between its stores and the barrier of a signal; and whoever starts a copy, between the
     barrier of the wait and the copy.
     """
-    tl.inline_asm_elementwise("fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(
+        "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 # --8<-- [start:ranks]
@@ -154,8 +157,9 @@ def wait_for_ranks(
     late = 1
     polls = 0
     begun = tl.cast(0, tl.int64)
+    nothing = mask.to(tl.int32) * 0  # a value for each counter, for Gluon widens no number to an atomic's shape
     while late > 0:
-        shown = tl.atomic_add(counter_ptrs, 0, mask=mask, sem="acquire", scope="sys")
+        shown = tl.atomic_add(counter_ptrs, nothing, mask=mask, sem="acquire", scope="sys")
         missing = mask & (shown - arrivals < 0)
         late = tl.sum(missing.to(tl.int32))
         polls += 1
@@ -210,8 +214,8 @@ def tell_host(page_ptr):
         state = tl.atomic_add(page_ptr + STATE, 0, sem="acquire", scope="sys")
         tl.debug_barrier()
         mirror_ptr = mirror.to(tl.pointer_type(tl.int64))
-        word = tl.arange(0, PAGE_WORDS)
-        tl.store(mirror_ptr + word, tl.load(page_ptr + word, mask=word > 0, other=0, volatile=True), mask=word > 0)
+        for word in tl.static_range(1, PAGE_WORDS):
+            tl.store(mirror_ptr + word, tl.load(page_ptr + word, volatile=True))
         tl.debug_barrier()
         tl.atomic_add(page_ptr + MIRROR, 0, sem="release", scope="sys")  # what is stored above comes first
         tl.store(mirror_ptr, state)

@@ -29,7 +29,7 @@ COPY = r"async_copy_global_to_local|async_tma_copy_global_to_local|async_tma_gat
 READ = rf"tt\.load|tt\.descriptor_load|tt\.descriptor_gather|{COPY}"
 WRITE = r"tt\.store|tt\.descriptor_store|async_tma_copy_local_to_global"
 LOOK, SIGNAL = r"atomic_rmw add, acquire", r"atomic_rmw add, release"
-BARRIER, FENCE = r"ttg\.barrier|gpu\.barrier", r'inline_asm "fence\.proxy\.async;'
+BARRIER, FENCE = r"ttg\.barrier|gpu\.barrier", r'inline_asm "fence\.proxy\.async\.global;'
 ELSEWHERE = "in another rank's heap"
 TOUCHES = "|".join((READ, WRITE, r"atomic_rmw", BARRIER, FENCE))
 
@@ -56,7 +56,7 @@ def parsed(ttgir: str) -> Node:
     """The module, from its text."""
     root = Node("", [[]])
     open_nodes = [root]
-    for line in ttgir.splitlines():
+    for line in with_names(ttgir).splitlines():
         text = re.sub(r" loc\(.*?\)*$", "", line.strip())
         if text.startswith("}"):
             if text.endswith("{"):  # } else {, } do {
@@ -70,6 +70,22 @@ def parsed(ttgir: str) -> Node:
                 node.blocks.append([])
                 open_nodes.append(node)
     return root
+
+
+def with_names(ttgir: str) -> str:
+    """The same text, in which the partitions of a warp-specialised kernel call what they are given as the kernel does:
+    they are functions of all of it, and number their arguments."""
+    lines, given, named = [], [], {}
+    for line in ttgir.splitlines():
+        if "ttg.warp_specialize(" in line:
+            given = re.findall(r"%[\w#]+", line.partition(") attributes")[0])
+        if begins := re.match(r" *partition\d+\(", line):
+            named = dict(zip(re.findall(r"(%\w+): ", line), given, strict=True))
+            line = begins[0] + ") {"
+        for number in set(re.findall(r"%arg\d+\b", line)) & named.keys():
+            line = re.sub(rf"{number}\b", named[number], line)
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def walked(node: Node, around: tuple = ()) -> Iterator[tuple[Node, tuple]]:
@@ -95,8 +111,9 @@ def before(around: tuple) -> tuple[list[tuple[Node, tuple]], list[tuple[Node, tu
 
 
 def does_wait(kernel: JITFunction) -> bool:
-    """Whether its own source waits."""
-    return re.search(r"\bwait\w*\(", kernel.src) is not None
+    """Whether its own source waits, or that of what it gives to some of its warps to do."""
+    given = [kernel.fn.__globals__[name] for name in re.findall(r"\(\s*(\w+),\s*\(", kernel.src)]
+    return any(re.search(r"\bwait\w*\(", function.src) for function in (kernel, *given))
 
 
 def wrong_in_ttgir(ttgir: str) -> list[str]:
@@ -206,10 +223,25 @@ def wrong_in_ptx(ptx: str) -> list[str]:
         if re.search(r"\batom\.\S*release", line) and reached_backwards(n, r"bar\.sync", r"\bst\.global"):
             wrong.append(f"line {n + 1}: a store between a signal and its barrier")
         if re.search(r"\b(ld|atom)\.\S*acquire", line) and reached_backwards(
-            n, r"atom\.\S*relaxed", r"cp\.async\.(c[ag]|bulk)"
+            n, r"atom\.\S*relaxed|setmaxnreg", r"cp\.async\.(c[ag]|bulk\S*shared::\w+\.global)"
         ):
             wrong.append(f"line {n + 1}: a copy between a ticket and its wait")
     return wrong
+
+
+ROLES = {  # what a launch whose warps have roles has in its assembly
+    "registers of a role's own": r"setmaxnreg",
+    "a bulk copy to shared memory": r"cp\.async\.bulk\.tensor\S*shared::\w+\.global",
+    "a step that is under way": r"cp\.async\.mbarrier\.arrive\.noinc",
+    "a bulk copy from shared memory": r"cp\.async\.bulk\.tensor\S*global\.shared",
+    "a wait for all of it, before a signal": r"bulk\.wait_group 0; (?:.*\n){1,12}?.*fence\.proxy\.async\.global"
+    r"(?:.*\n){1,8}?.*bar\.sync(?:.*\n){1,12}?.*atom\.global\.gpu\.release",
+}
+
+
+def wrong_with_roles(ptx: str) -> list[str]:
+    """What a warp-specialised kernel lacks."""
+    return [f"no {what}" for what, pattern in ROLES.items() if not re.search(pattern, ptx)]
 
 
 ASSEMBLY = {  # what the whole system is waited for with, or told by: on NVIDIA, on AMD
