@@ -99,6 +99,13 @@ LADDER = (
         resident=True,
         precisions=("bf16", "fp8", "fp8_bwd"),
     ),
+    Rung(
+        "warp",
+        "s7_warp",
+        "some warps load, others multiply; for Hopper alone",
+        over_ranks=True,
+        resident=True,
+    ),
 )
 """The rungs, each one idea further than the one before."""
 

@@ -18,7 +18,7 @@ from mega_moe import moe
 from mega_moe.parity import OUTPUTS, Oracle
 from mega_moe.registry import Rung
 from mega_moe.samples import random_inputs
-from mega_moe.shapes import SAVES, Grads, Inputs, Problem
+from mega_moe.shapes import PRESETS, SAVES, Grads, Inputs, Problem
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 """Where tests run. On a CPU that is Triton's interpreter, which conftest.py switches on."""
@@ -240,8 +240,17 @@ def poisoned(poison: bool = True) -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
+def able(rung: Rung, dtype: torch.dtype = torch.bfloat16) -> Rung:
+    """The rung, if it can run here at all, in this dtype; else the test is skipped, with its why_not."""
+    if reason := rung.why_not(PRESETS["tiny"].at(device=DEVICE, dtype=dtype)):
+        pytest.skip(reason)
+    return rung
+
+
 def run(rung: Rung, problem: Problem, inputs: Inputs, dy: Tensor) -> tuple[Tensor, Grads]:
     """The rung itself, without autograd."""
+    if problem.dtype == torch.float32:
+        able(rung, torch.float32)  # which is for checking, and not every rung has
     y, saved = rung.forward(problem, inputs)
     return y, rung.backward(problem, inputs, saved, dy)
 
@@ -250,6 +259,8 @@ def train(
     rung: Rung, inputs: Inputs, dy: Tensor | None = None, needs: Iterable[str] = DIFFERENTIABLE, **options
 ) -> tuple[Tensor, Grads]:
     """moe() and its gradients as a user gets them: y, and the .grad of a leaf for each input named in `needs`."""
+    if inputs.x.dtype == torch.float32:
+        able(rung, torch.float32)
     leaves = {name: getattr(inputs, name).detach().requires_grad_(name in needs) for name in DIFFERENTIABLE}
     y = moe(topk_ids=inputs.topk_ids, **leaves, stage=rung.name, **options)
     if needs:

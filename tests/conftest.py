@@ -15,10 +15,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported, below
     torch.set_num_threads(1)  # layers this small only lose by more, and the other core runs other tests
 
-from cases import DEVICE, poisoned
+from cases import DEVICE, able, poisoned
 
 from mega_moe.registry import LADDER, Rung, stage
-from mega_moe.shapes import PRESETS
 
 if DEVICE == "cpu" and find_spec("triton"):
     import interpreter
@@ -73,13 +72,6 @@ def fused(rung) -> Rung:
     """A rung of kernels: these promise never to wait for the device, and to do no more than they must."""
     if not rung.needs_triton:
         pytest.skip("the reference loops over experts on the host and promises nothing of this")
-    return rung
-
-
-def able(rung: Rung) -> Rung:
-    """The rung, if it can run here at all."""
-    if reason := rung.why_not(PRESETS["tiny"].at(device=DEVICE)):
-        pytest.skip(reason)
     return rung
 
 

@@ -407,7 +407,7 @@ def test_reserved_processors_change_no_bit(rung):
     if rung.resident:
         assert_same(train(rung, inputs, dy, num_reserved_sms=2), train(rung, inputs, dy))
         return
-    with pytest.raises(RuntimeError, match=r'"persistent" or "ranks" or "mega"'):
+    with pytest.raises(RuntimeError, match=r'"persistent" or "ranks" or "mega" or "warp"'):
         train(rung, inputs, dy, num_reserved_sms=2)
 
 

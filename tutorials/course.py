@@ -287,6 +287,7 @@ AFTERWARDS = {
     "persistent": "hand out tiles by ticket, and know what the copy engine asks of a layout",
     "ranks": "count what travels, and find out whether a protocol of flags is right",
     "mega": "order tiles so that nobody waits for ever, and say why a wait is more than a look",
+    "warp": "give warps roles, follow a ring of barriers, and signal late without a deadlock",
 }
 ROOT = recorded.RECORDS.parents[1]
 INCLUDED = re.compile(r'^# --8<-- "([^:"]+):?([^"]*)"', re.MULTILINE)  # not what is folded, which is indented

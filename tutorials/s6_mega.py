@@ -9,7 +9,7 @@
 # %% [markdown]
 # # 6 · One launch
 #
-# *Before: [5 · Experts over ranks](s5_ranks.md) · next: [what comes next](#what-comes-next) · the flag: `stage="mega"`*
+# *Before: [5 · Experts over ranks](s5_ranks.md) · next: [7 · Warps with roles](s7_warp.md) · the flag: `stage="mega"`*
 #
 # After [lesson 4](s4_persistent.md) programs stay, and tiles come to them. But only until the launch ends: then all
 # have to leave, the slowest too, before the next launch begins with an empty GPU. This rung, `stage="mega"`, does all
@@ -1002,11 +1002,10 @@ assert len(COLUMNS) == 8
 # %% [markdown]
 # ## What comes next
 #
-# This is where the ladder ends today. These are ideas, not promises; each would be a rung if it held what it says.
+# [Lesson 7](s7_warp.md) takes up what [lesson 4](s4_persistent.md#is-it-fast) left over, operands that the multiplying
+# threads must fetch: there warps have different jobs. It is for one kind of GPU, so the portable ladder ends here. These
+# are ideas, not promises; each would be a rung if it held what it says.
 #
-# - **Inside the processor.** What [lesson 4](s4_persistent.md#is-it-fast) left over, epilogues during which matrix units
-#   wait and operands that the multiplying threads must fetch, asks for warps with different jobs: some load, some multiply,
-#   some finish. The schedule and its waits would stay as they are. [The design](../design.md#the-ladder) calls it s7.
 # - **Links.** This rung is made for rows that travel while others are multiplied. Over
 #   [two GPUs](../results.md#2-gpus-of-one-host) it is ahead of launches apart on one layer and behind on the other, where
 #   its tiles take longer than alone. Why, is the next thing to find out; what eight would gain is

@@ -44,7 +44,7 @@ def register(
     `experts_implementation` takes "mega_moe", the default rung, and "mega_moe:<stage>" for each rung of
     `mega_moe.LADDER`, wherever transformers takes one: from_pretrained, from_config, set_experts_implementation.
     `DistributedConfig(ep_implementation=...)` takes "mega_moe", and "mega_moe:<stage>" for the rungs that exchange rows
-    through heaps ("ranks", "mega"). There moe computes the experts too, whatever experts_implementation is.
+    through heaps ("ranks", "mega", "warp"). There moe computes the experts too, whatever experts_implementation is.
 
     Models whose experts moe does not compute are refused with a ValueError when they first run, and over ranks when
     they are loaded; `why_not` tells before.

@@ -182,6 +182,24 @@ class Mega(Persistent):
 
 
 @dataclass(frozen=True)
+class Warp(Mega):
+    """The tiles of one launch whose warps have roles (see warp.py): of 128 rows by 256 columns, 64 deep a step, one a
+    ticket, as its matrix instruction wants them. The number of warps of tiles is not used: roles have their own.
+
+    Attributes:
+        stages: steps whose operands have room in shared memory.
+        consumer_registers: of each thread that multiplies.
+        producer_registers: of each thread that loads.
+        late: blocks of 256 columns of down that come after all others, on one rank.
+    """
+
+    stages: int
+    consumer_registers: int
+    producer_registers: int
+    late: int
+
+
+@dataclass(frozen=True)
 class Fp8(Persistent):
     """The tiles of resident programs that multiply 8-bit codes (see scaled.py), and of what makes the codes. BLOCK_R,
     and what the products contract a step (BLOCK_C, of weight gradients BLOCK_R), are 128: as many as share a scale. No
@@ -490,6 +508,14 @@ def few_for(problem: Problem) -> Few | None:
     if problem.tokens_per_rank or problem.precision != "bf16":
         return None
     return next((few for few in blocks_for(problem.dtype).few if problem.R <= few.rows * problem.E), None)
+
+
+def warp_for(problem: Problem) -> Warp:
+    """The tiles of one launch whose warps have roles, on sm_90: mega's, which are the same for both of its dtypes."""
+    mega = {f.name: getattr(HALF["sm_90"].mega, f.name) for f in fields(Mega)} | {"combine": Elementwise(16, 512, 4)}
+    return leaving(
+        problem.num_reserved_sms, Warp(**mega, stages=4, consumer_registers=216, producer_registers=72, late=2)
+    )
 
 
 def fp8_tiles() -> Fp8:

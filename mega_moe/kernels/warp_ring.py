@@ -29,9 +29,9 @@ been arrived at as often as it expects; a wait names the phase by its parity, n 
 
 Who waits and who signals between programs is as in signal.py, with three things to mind:
 
-- A consumer signals late: its stores go on while it multiplies the next tile, and it signals when they are done. Before
-  it begins with a tile that waits for anything, it has to signal what it still owes (`settle`): the wait may be for it.
-  So a producer hands a tile over *before* it waits for what the tile reads.
+- A consumer signals late (`settle`), when it has begun to multiply the next tile: its stores have arrived by then, and
+  its matrix instructions go on while it makes sure that they have. Before it begins with a tile that may wait for them
+  it has to signal, however long that takes. So a producer hands a tile over *before* it waits for what the tile reads.
 - Bulk copies to global memory are waited for by the thread that has started them, to the end: that their bytes have
   left shared memory (store_wait) says nothing to another processor.
 - Counters count what each consumer has done: of a tile CONSUMERS signals come.
@@ -100,11 +100,12 @@ def filled(full, n, PLACES: gl.constexpr):
 
 
 @gluon.jit
-def stage_filled(full, n, STAGES: gl.constexpr):
-    """The same for a stage that matrix instructions are to read. What came by cp.async came as if threads had stored
-    it, and matrix instructions read shared memory another way: hence the fence."""
+def stage_filled(full, n, gathered, STAGES: gl.constexpr):
+    """The same for a stage that matrix instructions are to read. What was gathered, by cp.async, came as if threads had
+    stored it, and matrix instructions read shared memory another way: hence the fence."""
     stage = filled(full, n, STAGES)
-    fence_async_shared()
+    if gathered:
+        fence_async_shared()
     return stage
 
 
@@ -180,14 +181,16 @@ def finish_bulk_stores():
 
 
 @gluon.jit
-def settle(counter_ptr, value):
-    """Consumer: signal what its stores of an earlier tile amount to, by whatever way they went; nothing, if value is 0.
+def settle(counter_ptr, value, BULK: gl.constexpr):
+    """Consumer: signal what its stores of an earlier tile amount to; nothing, if value is 0.
 
-    Memory order: that of `signal`, with bulk copies finished before, and read by others by bulk copies or loads.
+    Memory order: that of `signal`. With BULK, bulk copies stored it, and are finished before; and bulk copies may load
+    it as well as threads.
     """
     if value > 0:
-        finish_bulk_stores()
-        signal(counter_ptr, value, True)
+        if BULK:
+            finish_bulk_stores()
+        signal(counter_ptr, value, BULK)
 
 
 # --8<-- [end:signals]

@@ -45,6 +45,7 @@ from types import SimpleNamespace
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -54,7 +55,7 @@ from mega_moe.processes import ProcessHeaps
 from mega_moe.registry import LADDER
 from mega_moe.shapes import PRECISIONS, PRESETS, SAVES, Inputs, Need, Problem
 from mega_moe.symmetric import Heaps, Layout, LocalHeaps
-from tests.kernels.waits import does_wait, wrong_in_ptx, wrong_in_ttgir, wrong_scopes
+from tests.kernels.waits import does_wait, wrong_in_ptx, wrong_in_ttgir, wrong_scopes, wrong_with_roles
 
 
 @dataclass(frozen=True)
@@ -104,13 +105,14 @@ LAYERS = {name: PRESETS[name] for name in ("qwen3-30b-a3b", "qwen3-235b-a22b")} 
 # backward that is faster on an H200, by 1 to 4 %, than an epilogue of half the columns, which spills less. In 8 bits
 # epilogues spill on sm_90, where two programs share a processor: dact's 300 bytes with Triton 3.6 and 1,150 with 3.7,
 # backward in one launch 450, and on sm_100 1,400; and dact of MX. But no loop around a matrix instruction loads any of
-# it (on sm_90).
+# it (on sm_90). What warp spills it loads a few times a tile, in no loop either.
 MAY_SPILL = {
     "mx_dact_kernel": 80,
     "scaled_gate_up_kernel": 180,
     "scaled_dact_kernel": 1150,
     "scaled_mega_forward_kernel": 150,
     "mega_forward_kernel": 56,
+    "warp_forward_kernel": 128,
     "mega_backward_kernel": 148,
     "scaled_mega_backward_kernel": 1400,
     "meet_kernel": 80,
@@ -163,7 +165,7 @@ class Form:
 
 def facts_of(argument: object) -> object:
     """What of an argument a compiler looks at."""
-    if isinstance(argument, TensorDescriptor):
+    if isinstance(argument, TensorDescriptor | GluonDescriptor):
         return argument.base.dtype, tuple(argument.block_shape)
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16
@@ -314,14 +316,17 @@ def compile_form(target: str, form: Form, may_spill: bool = False) -> Compiled:
         faults.append("spills")
     if shared > TARGETS[target].shared:
         faults.append(f"{shared} bytes of shared memory, of {TARGETS[target].shared}")
-    # A product of bf16 or fp16 operands, which a GPU has instructions for.
-    if re.search(r"tt\.dot .*x(bf16|f16)>", compiled.asm["ttir"]) and matrix not in assembly:
+    # A product of bf16 or fp16 operands, which a GPU has instructions for. Gluon begins where Triton's TTIR ends.
+    products = compiled.asm.get("ttir", compiled.asm["ttgir"])
+    if re.search(r"(tt\.dot|ttng\.warp_group_dot) .*x(bf16|f16)\b", products) and matrix not in assembly:
         faults.append(f"no {matrix}")
-    if re.search(r"tt\.dot .*xf8E4M3FN>", compiled.asm["ttir"]) and not re.search(TARGETS[target].of_codes, assembly):
+    if re.search(r"tt\.dot .*xf8E4M3FN>", products) and not re.search(TARGETS[target].of_codes, assembly):
         faults.append(f"no {TARGETS[target].of_codes}")
     scaled_instructions = len(re.findall(TARGETS[target].of_scaled, assembly)) if TARGETS[target].of_scaled else 0
-    if "tt.dot_scaled" in compiled.asm["ttir"] and not scaled_instructions:
+    if "tt.dot_scaled" in products and not scaled_instructions:
         faults.append(f"no {TARGETS[target].of_scaled or 'instruction that takes scales'}")
+    if form.kernel.is_gluon():
+        faults += wrong_with_roles(assembly)
     faults += wrong_scopes(compiled.asm["ttgir"], assembly)
     if does_wait(form.kernel) and TARGETS[target].triton.backend == "cuda":
         faults += wrong_in_ttgir(compiled.asm["ttgir"]) + wrong_in_ptx(assembly)
@@ -351,10 +356,10 @@ def jit_functions() -> dict[str, JITFunction]:
 
 
 def forgotten(launched: list[Form]) -> list[str]:
-    """Triton functions that no stage launches and no other Triton function calls."""
+    """Triton functions that no stage launches and no other Triton function calls, or names as what some warps do."""
     functions = jit_functions()
     names = {form.kernel.__name__ for form in launched}
-    called = lambda name: any(re.search(rf"\b{name}\(", f.src) for n, f in functions.items() if n != name)
+    called = lambda name: any(re.search(rf"\b{name}[(,]", f.src) for n, f in functions.items() if n != name)
     return [name for name in functions if name not in names and not called(name)]
 
 

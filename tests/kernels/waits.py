@@ -31,6 +31,7 @@ WRITE = r"tt\.store|tt\.descriptor_store|async_tma_copy_local_to_global"
 LOOK, SIGNAL = r"atomic_rmw add, acquire", r"atomic_rmw add, release"
 BARRIER, FENCE = r"ttg\.barrier|gpu\.barrier", r'inline_asm "fence\.proxy\.async\.global;'
 ELSEWHERE = "in another rank's heap"
+OF_A_DESCRIPTOR = r"(_rows|_of_consumer)?_desc$"  # what a descriptor's name says beyond the tensor's
 TOUCHES = "|".join((READ, WRITE, r"atomic_rmw", BARRIER, FENCE))
 
 
@@ -175,8 +176,8 @@ def what_it_needs(wait: Node, around: tuple) -> list[Node]:
 
 def copied_name(node: Node) -> str | None:
     """What a copy by the copy engine loads: "act" for act_desc or act_rows_desc."""
-    found = re.search(r"async_tma_copy_global_to_local %(\w+?)(_rows)?_desc\b", node.text)
-    return found and found[1]
+    found = re.search(r"async_tma_copy_global_to_local %(\w+_desc)\b", node.text)
+    return found and re.sub(OF_A_DESCRIPTOR, "", found[1])
 
 
 def name_behind(node: Node, around: tuple) -> str:
@@ -190,7 +191,7 @@ def name_behind(node: Node, around: tuple) -> str:
                 if made[1] == "tt.load":
                     return ELSEWHERE
                 name = made[2]
-    return name.removesuffix("_ptr")
+    return re.sub(OF_A_DESCRIPTOR, "", name.removesuffix("_ptr"))
 
 
 def wrong_in_ptx(ptx: str) -> list[str]:
