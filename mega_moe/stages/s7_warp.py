@@ -29,24 +29,25 @@ from ..shapes import Grads, Inputs, Need, Problem, Saved
 
 def forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Saved]:
     """y (T, H), and what backward needs."""
-    tiles, memory = blocks.warp_for(problem), None
+    tiles, memory, call = blocks.warp_for(problem), None, None
     work = warp_work(problem, tiles)
     if problem.heap:
         parts = parts_of_weight(problem, blocks.mega_for(problem))  # backward's, which uses the same heaps
         memory, plan, tickets = meet(problem, inputs, None, work, parts)
+        call = memory.of_call
     else:
         plan, tickets = plan_and_schedule(inputs.topk_ids, problem.E, work)
     y, pre = warp_forward(problem, inputs, plan, tickets, tiles, memory)
-    return y, Saved(plan, pre)
+    return y, Saved(plan, pre, call)
 
 
 def backward(problem: Problem, inputs: Inputs, saved: Saved, dy: Tensor, need: Need) -> Grads:
     """The needed gradients; dact carries no router weight (see reference/backward.py)."""
-    plan, pre = saved
+    plan, pre, call = saved
     tiles, memory = blocks.mega_for(problem), None
     work = backward_work(problem, tiles, need, recompute=pre is None)
     if problem.heap:
-        memory, _, tickets = meet(problem, inputs, dy, work, parts_of_weight(problem, tiles))
+        memory, _, tickets = meet(problem, inputs, dy, work, parts_of_weight(problem, tiles), call)
     else:
         tickets = schedule(plan, work)
     return mega_backward(problem, inputs, plan, pre, dy, need, tickets, tiles, memory)
