@@ -39,6 +39,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads this when it is imported, below
 
 from mega_moe import MoE, recorded
+from mega_moe.exercises import check
 from mega_moe.parity import Oracle
 from mega_moe.registry import stage
 from mega_moe.samples import course_example, random_inputs
@@ -329,9 +330,18 @@ except RuntimeError as error:
 # %% tags=["solution"]
 answer = dict(two=4, three=3)
 
-for consumers, fit in ((2, answer["two"]), (3, answer["three"])):
+fit = {}
+for consumers in (2, 3):
     KiB = (64 * consumers + 256) * 64 * 2 / 1024
-    assert (227 - 16 * consumers) // KiB == fit
+    fit[consumers] = int((227 - 16 * consumers) // KiB)
+check(
+    answer,
+    dict(two=fit[2], three=fit[3]),
+    see=dict(
+        two=("The ring", "what a stage holds, in KiB, and what is left of 227 beside the consumers' own"),
+        three=("The ring", "a third consumer makes a stage larger, and takes as much again for what it stores"),
+    ),
+)
 
 # %% [markdown]
 # **2.** A ring of one stage is a ring as well. In the model above (a copy takes 1 µs, a step 0.7), how long does a tile of
@@ -347,8 +357,17 @@ answer = dict(one_stage=10.2, enough=3)
 
 took = {stages: play(3, 6, stages, roles=True)[1] for stages in (1, 2, 3, 4, 5)}
 print({stages: round(us, 2) for stages, us in took.items()})
-assert abs(play(1, 6, 1, roles=True)[1] - EPILOGUE - answer["one_stage"]) < 1e-9
-assert min(stages for stages, us in took.items() if us < min(took.values()) + 1e-9) == answer["enough"]
+check(
+    answer,
+    dict(
+        one_stage=play(1, 6, 1, roles=True)[1] - EPILOGUE,
+        enough=min(stages for stages, us in took.items() if us < min(took.values()) + 1e-9),
+    ),
+    see=dict(
+        one_stage=("The ring", "with one stage nothing overlaps: a copy, then a step, six times"),
+        enough=("The ring", "when is a copy asked for early enough that nobody waits for it?"),
+    ),
+)
 
 # %% [markdown]
 # What is not built yet stands [behind lesson 6](s6_mega.md#what-comes-next).
