@@ -448,7 +448,7 @@ FP8 = {  # whatever the dtype of what is quantised
         quantise=Elementwise(32, 64, 8),
         copy=Elementwise(128, 512, 8),
     ),
-    "sm_100": fp8(rows=128, columns=128, warps=8, stages=4, chunk=16, quantise=Elementwise(32, 64, 8)),
+    "sm_100": fp8(rows=128, columns=64, warps=8, stages=4, chunk=16, quantise=Elementwise(32, 64, 8)),
     "portable": fp8(rows=128, columns=128, warps=8, stages=2, chunk=16, quantise=Elementwise(32, 64, 8)),
     "interpreter": fp8(rows=64, columns=128, warps=1, stages=1, chunk=64, quantise=Elementwise(64, 128, 1)),
 }
