@@ -67,6 +67,7 @@ def test_over_ranks_that_are_processes(cross_compile):
         assert {row["kernel"] for row in rows if row["target"] == target} >= OVER_RANKS
 
 
+@pytest.mark.full
 def test_over_ranks_in_one_process(cross_compile):
     """The same kernels with more in them: here all targets take turns."""
     assert not faults(cross_compile("--rotate", *TARGETS, "--over", "local heaps"))
@@ -85,6 +86,7 @@ def test_fp32_for_sm_90(cross_compile):
     assert not any(row["matrix_instructions"] for row in rows)  # IEEE, never TF32
 
 
+@pytest.mark.full
 def test_sizes_that_fill_no_tile(cross_compile):
     """Tails everywhere, and the clamp of SwiGLU. They need more registers: what they may not do is fail. Here too the
     targets take turns."""
