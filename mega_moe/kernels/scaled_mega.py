@@ -743,7 +743,7 @@ def scaled_mega_backward_kernel(
                         pre_ptr,
                         None,
                         None,
-                        scratch_ptr + tl.program_id(0) * (BLOCK_R * (3 * DACT_N - GATE_UP_N)),  # dact's part
+                        scratch_ptr,
                         block,
                         expert,
                         row,

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import numpy
 import torch
@@ -27,7 +28,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mega_moe.kernels import signal
+from mega_moe.kernels import scaled, signal
 
 MOST_POLLS = 1000
 """How often a wait looks before it gives up: for more than ten seconds, where a launch takes less than one."""
@@ -114,8 +115,11 @@ class Launch:
             return result
 
         InterpreterBuilder.create_atomic_rmw = slow_atomic_rmw
-        number_of_programs = TensorHandle(numpy.array([pace.programs], dtype=numpy.int32), tl.int32)
-        InterpreterBuilder.create_get_num_programs = lambda self, axis: number_of_programs
+        its_number, how_many = (
+            TensorHandle(numpy.array([n], dtype=numpy.int32), tl.int32) for n in (number, pace.programs)
+        )
+        InterpreterBuilder.create_get_program_id = lambda self, axis: its_number
+        InterpreterBuilder.create_get_num_programs = lambda self, axis: how_many
         signal.MOST_POLLS = tl.constexpr(most_polls)
         ready.wait(timeout=60)
         try:
@@ -146,11 +150,13 @@ class Subject:
 
 def recorded(kernel: InterpretedFunction, launcher: Callable[[], Any]) -> tuple[Launch, Any]:
     """The launch that a launcher makes of this kernel, which is recorded instead of made, and what the launcher
-    returns. All memory that the launch touches is shared with processes from here on."""
+    returns. All memory that the launch touches is shared with processes from here on; of what each program has for
+    itself there is enough for the most that any pace starts."""
     launches = []
     kernel.run = lambda *args, grid, warmup, **kwargs: launches.append((args, kwargs))
     try:
-        returned = launcher()
+        with patch.object(scaled, "programs", lambda tile: LAGGARD.programs):
+            returned = launcher()
     finally:
         del kernel.run
     ((args, kwargs),) = launches
