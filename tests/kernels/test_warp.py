@@ -54,6 +54,7 @@ def rungs():
 
 
 @on_gpu
+@pytest.mark.usefixtures("tiles_of_many_rows")
 @pytest.mark.parametrize("save", SAVES)
 @pytest.mark.parametrize("routing", [*ROUTINGS, "masked", "empty"])
 @pytest.mark.parametrize("sizes", LAYERS.values(), ids=LAYERS)
